@@ -12,7 +12,7 @@
 //! dense     ops on rows: embedding, norms, products, gates, logits
 //! attend    attention over cached keys and values
 //! select    the positions that queries attend to, where these are not all
-//! recur     recurrent state: gated DeltaNet, short convolutions, Mamba-2
+//! recur     recurrent state: gated DeltaNet, KDA, short convolutions, Mamba-2
 //! streams   several residual streams, and what n-grams add to them
 //! route     experts for each token
 //! record    recorded passes, steering, times
@@ -46,7 +46,7 @@ pub use dense::Dense;
 pub use load::{DeltaRule, Load, RouterTensors};
 pub use memory::Memory;
 pub use record::{Addition, DecodeShape, Hooks, OpTime, Rates, Record};
-pub use recur::{DeltaInputs, Mamba2Inputs, Mamba2Rule, Recur};
+pub use recur::{DeltaInputs, KdaInputs, KdaRule, Mamba2Inputs, Mamba2Rule, Recur};
 pub use route::{Route, Routing};
 pub use select::{IndexQueries, KeyNorm, Select};
 pub use streams::{NgramInputs, NgramNorms, Streams};

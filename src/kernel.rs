@@ -186,8 +186,8 @@ pub struct DeltaToken<'a> {
     pub k: &'a [f32],
     /// Value.
     pub v: &'a [f32],
-    /// What stays of the state.
-    pub decay: f32,
+    /// What stays of each row of the state.
+    pub decay: &'a [f32],
     /// How much of the difference to the value is stored.
     pub beta: f32,
 }

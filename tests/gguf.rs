@@ -186,6 +186,7 @@ fn the_same_weights_give_the_same_logits() {
         ("gemma4", &[]),
         // Key/value heads of the layers that have some; layers without are convolutions.
         ("lfm2_moe", &[]),
+        ("kimi_linear", &[]),
         // What a layer is, is known by its tensors; norms in groups, experts without a gate.
         ("nemotron_h", &[]),
         // Gate and up apart; results multiplied.

@@ -29,6 +29,8 @@ const FIXTURES: &[&str] = &[
     "minimax_m2",
     "minimax_m3",
     "lfm2_moe",
+    "kimi_linear",
+    "bailing_hybrid",
     "nemotron_h",
     "nemotron_h_latent",
     "granitemoehybrid",

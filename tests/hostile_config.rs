@@ -47,6 +47,10 @@ fn configs() -> Vec<Value> {
         "cohere2_moe",
         "gemma4",
         "qwen4_exp",
+        "nemotron_h_latent",
+        "granitemoehybrid",
+        "kimi_linear",
+        "bailing_hybrid",
     ];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
     let dirs = FIXTURES
@@ -217,6 +221,8 @@ fn numbers_beyond_reason_are_named() {
     let (hy, ernie) = (named("hy_v3"), named("ernie4_5_moe"));
     let (mimo, step, laguna) = (named("mimo_v2_flash"), named("step3p5"), named("laguna"));
     let cohere = named("cohere2_moe");
+    let (kimi, ling) = (named("kimi_linear"), named("bailing_hybrid"));
+    let (nemotron, granite) = (named("nemotron_h"), named("granitemoehybrid"));
     let [llama4, gemma] = ["llama4", "gemma4"].map(|name| named(name)["text_config"].clone());
     for (config, field, value) in [
         (&glm, "partial_rotary_factor", json!(1.5)),
@@ -262,6 +268,21 @@ fn numbers_beyond_reason_are_named() {
         (&cohere, "expert_selection_fn", json!("sparsemax")),
         (&cohere, "shared_expert_combination_strategy", json!("max")),
         (&cohere, "layer_types", json!([])),
+        (&nemotron, "hybrid_override_pattern", json!("MEM*EM")),
+        (&nemotron, "hybrid_override_pattern", json!("MEM*EMX")),
+        (&kimi, "linear_attn_config", json!(null)),
+        (&kimi, "moe_router_activation_func", json!("softmax")),
+        (&ling, "layer_group_size", json!(0)),
+        (&ling, "short_conv_kernel_size", json!(1)),
+        (&nemotron, "mlp_hidden_act", json!("silu")),
+        (&nemotron, "use_bias", json!(true)),
+        (&nemotron, "mamba_num_heads", json!(4097)),
+        (&nemotron, "conv_kernel", json!(1)),
+        (&nemotron, "moe_latent_size", json!(-1)),
+        (&granite, "layer_types", json!(["mamba"])),
+        (&granite, "mamba_d_conv", json!(65)),
+        (&granite, "num_local_experts", json!(0)),
+        (&granite, "normalization_function", json!("layernorm")),
         (&gemma, "enable_moe_block", json!(false)),
         (&gemma, "hidden_size_per_layer_input", json!(256)),
         (&gemma, "num_kv_shared_layers", json!(2)),

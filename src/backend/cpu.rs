@@ -5,12 +5,14 @@
 //! dense                    ops on rows
 //! attend on kv, softmax    attention; its cache, its tiles
 //! select                   the positions that queries attend to
-//! recur on mamba2, streams DeltaNet and Mamba-2; several residual streams
+//! recur, kda, mamba2       DeltaNet, Kimi delta attention, Mamba-2
+//! streams                  several residual streams
 //! route, record            experts for each token; steering
 //! ```
 
 mod attend;
 mod dense;
+mod kda;
 mod kv;
 mod load;
 mod mamba2;

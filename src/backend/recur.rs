@@ -3,7 +3,7 @@
 use super::load::Load;
 use super::memory::Memory;
 use crate::Result;
-use crate::model::{DeltaNet, Mamba2, StateShape};
+use crate::model::{DeltaNet, Kda, Mamba2, StateShape};
 
 /// What gated DeltaNet reads of the batch's tokens.
 pub struct DeltaInputs<'a, B: Memory> {
@@ -13,6 +13,32 @@ pub struct DeltaInputs<'a, B: Memory> {
     pub qkv: &'a B::Tensor,
     /// `[T, value_dim]`
     pub z: &'a B::Tensor,
+}
+
+/// What Kimi delta attention reads of the batch's tokens.
+pub struct KdaInputs<'a, B: Memory> {
+    /// `[T, conv_dim]`, after the convolution.
+    pub qkv: &'a B::Tensor,
+    /// What decays are made of, `[T, inner_dim]`.
+    pub decay: &'a B::Tensor,
+    /// `[T, num_heads]`, f32.
+    pub beta: &'a B::Tensor,
+    /// Of the output, `[T, inner_dim]`.
+    pub gate: &'a B::Tensor,
+}
+
+/// Kimi delta attention after its convolution.
+pub struct KdaRule<'a, B: Load> {
+    /// Its shape.
+    pub config: &'a Kda,
+    /// `exp(A_log)`, `[num_heads]`.
+    pub rates: &'a B::Norm,
+    /// `[inner_dim]`
+    pub dt_bias: &'a B::Norm,
+    /// `[head_dim]`
+    pub norm: &'a B::Norm,
+    /// Epsilon of the norm.
+    pub eps: f32,
 }
 
 /// What Mamba-2 reads of the batch's tokens.
@@ -83,6 +109,16 @@ pub trait Recur: Load {
         batch: &Self::Batch,
         w: (&Self::Norm, Option<&Self::Norm>),
         x: &Self::Tensor,
+        out: &mut Self::Tensor,
+    );
+    /// Kimi delta attention after its convolution; `out` is `[T, inner_dim]`. Sequences and their states as of
+    /// [`Recur::delta_net`].
+    fn kda(
+        &self,
+        state: &mut Self::State,
+        batch: &Self::Batch,
+        rule: &KdaRule<'_, Self>,
+        inputs: KdaInputs<'_, Self>,
         out: &mut Self::Tensor,
     );
     /// Mamba-2 after its convolution; `out` is `[T, inner_dim]`. Sequences and their states as of

@@ -3,6 +3,7 @@
 mod delta_net;
 mod gqa;
 mod indexer;
+mod kda;
 mod mamba2;
 mod mla;
 mod nothing;
@@ -76,7 +77,7 @@ macro_rules! kinds {
     };
 }
 
-kinds!(Gqa: gqa, Mla: mla, DeltaNet: delta_net, ShortConv: short_conv, Mamba2: mamba2, Nothing: nothing);
+kinds!(Gqa: gqa, Mla: mla, DeltaNet: delta_net, ShortConv: short_conv, Kda: kda, Mamba2: mamba2, Nothing: nothing);
 
 /// Activations of attention, allocated once and used by all layers of their kind and widths.
 pub struct AttentionBuffers<B: Backend> {

@@ -1,10 +1,11 @@
 //! Named tensors of a checkpoint onto a backend, checked for shape and finite values.
 
-use crate::Result;
 use crate::backend::Backend;
 use crate::backend::source::TensorSource;
+use crate::backend::tensor::HostTensor;
 use crate::config::DenseBits;
 use crate::model::ModelConfig;
+use crate::{Error, Result};
 
 /// Reads one model's tensors onto one backend.
 pub(super) struct Loader<'a, B: Backend> {
@@ -14,7 +15,7 @@ pub(super) struct Loader<'a, B: Backend> {
     pub(super) bits: DenseBits,
 }
 
-impl<B: Backend> Loader<'_, B> {
+impl<'a, B: Backend> Loader<'a, B> {
     /// The projection `name`, `[n, k]`, and its bias `[n]`.
     pub(super) fn linear(&self, name: &str, n: usize, k: usize, bias: bool) -> Result<B::Linear> {
         let weight = self.source.matrix(&format!("{name}.weight"), n, k)?;
@@ -25,6 +26,21 @@ impl<B: Backend> Loader<'_, B> {
     /// The norm `name`, `[len]`.
     pub(super) fn norm(&self, name: &str, len: usize) -> Result<B::Norm> {
         self.backend.load_norm(self.source.vector(name, len)?.map(|w| w + self.model.norm_offset))
+    }
+
+    /// How fast the states of the layer part `name` decay, `exp(A_log)`, `[heads]`. GGUF files have minus that.
+    pub(super) fn rates(&self, name: &str, heads: usize) -> Result<HostTensor<'a>> {
+        let negative = format!("{name}.A");
+        if !self.source.has(&negative) {
+            return Ok(self.source.vector(&format!("{name}.A_log"), heads)?.map(f32::exp));
+        }
+        let a = self.source.vector(&negative, heads)?;
+        if a.to_f32().iter().any(|a| *a > 0.0) {
+            return Err(Error::Model(format!(
+                "tensor `{negative}` holds positive numbers, which are no decay: convert the model again"
+            )));
+        }
+        Ok(a.map(|a| -a))
     }
 
     /// The tensor `name` of a single number; whatever where memory is only counted.

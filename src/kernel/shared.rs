@@ -191,7 +191,7 @@ pub(super) fn delta_step(state: &mut [f32], token: &super::DeltaToken<'_>, out: 
     // by twice.
     const COLUMNS: usize = 32;
     let (rows, cols) = (token.k.len(), token.v.len());
-    assert!(state.len() == rows * cols && token.q.len() == rows && out.len() == cols);
+    assert!(state.len() == rows * cols && token.q.len() == rows && token.decay.len() == rows && out.len() == cols);
     let whole = cols / COLUMNS * COLUMNS;
     for at in (0..whole).step_by(COLUMNS) {
         delta_columns::<COLUMNS>(state, token, out, at);
@@ -205,10 +205,10 @@ pub(super) fn delta_step(state: &mut [f32], token: &super::DeltaToken<'_>, out: 
 fn delta_columns<const N: usize>(state: &mut [f32], token: &super::DeltaToken<'_>, out: &mut [f32], at: usize) {
     let cols = token.v.len();
     let (mut delta, mut sums) = ([0.0f32; N], [0.0f32; N]);
-    for (row, &k) in state.chunks_exact_mut(cols).zip(token.k) {
+    for ((row, &k), &decay) in state.chunks_exact_mut(cols).zip(token.k).zip(token.decay) {
         let row = &mut row[at..at + N];
         for c in 0..N {
-            row[c] *= token.decay;
+            row[c] *= decay;
             delta[c] = row[c].mul_add(k, delta[c]);
         }
     }

@@ -308,7 +308,7 @@ fn gates_and_delta_steps_have_the_bits_of_scalar() {
             let mut random = Random(seed);
             let (gate, up) = (random.normals(cols), random.normals(cols));
             let (q, k, v) = (random.normals(rows), random.normals(rows), random.normals(cols));
-            let state = random.normals(rows * cols);
+            let (state, decay) = (random.normals(rows * cols), random.normals(rows));
             let run = |kernel: &dyn Kernel| {
                 let (mut glu, mut gated) = (vec![0.0; cols], up.clone());
                 kernel.clamped_swiglu(&gate, &up, 1.5, 1.702, &mut glu);
@@ -317,7 +317,7 @@ fn gates_and_delta_steps_have_the_bits_of_scalar() {
                 kernel.clamped_silu_mul(&gate, &up, 0.5, &mut clamped);
                 kernel.sigmoid_mul(&gate, &mut gated);
                 let (mut state, mut out) = (state.clone(), vec![0.0; cols]);
-                kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: 0.9, beta: 0.3 }, &mut out);
+                kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: &decay, beta: 0.3 }, &mut out);
                 let (mut of_ssm, mut read) = (state.clone(), vec![0.0; cols]);
                 kernel.ssm_step(&mut of_ssm, &SsmToken { b: &k, c: &q, x: &v, decay: 0.9 }, &mut read);
                 [&glu, &gelu, &clamped, &gated, &state, &out, &of_ssm, &read].map(|numbers| bits(numbers))
@@ -355,11 +355,11 @@ fn gates_and_delta_steps_are_what_they_say() {
     let mut random = Random(3);
     let (rows, cols) = (24, 40);
     let (q, k, v) = (random.normals(rows), random.normals(rows), random.normals(cols));
-    let before = random.normals(rows * cols);
+    let (before, decay) = (random.normals(rows * cols), random.normals(rows));
     let (mut state, mut out) = (before.clone(), vec![0.0; cols]);
-    kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: 0.9, beta: 0.3 }, &mut out);
+    kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: &decay, beta: 0.3 }, &mut out);
     for c in 0..cols {
-        let decayed = |r: usize| 0.9 * f64::from(before[r * cols + c]);
+        let decayed = |r: usize| f64::from(decay[r]) * f64::from(before[r * cols + c]);
         let known: f64 = (0..rows).map(|r| decayed(r) * f64::from(k[r])).sum();
         let delta = 0.3 * (f64::from(v[c]) - known);
         let after = |r: usize| decayed(r) + f64::from(k[r]) * delta;

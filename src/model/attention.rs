@@ -5,6 +5,7 @@
 //! gqa          grouped queries
 //! mla          latent attention
 //! delta_net    gated DeltaNet
+//! kda          Kimi delta attention
 //! short_conv   gated short convolution
 //! mamba2       Mamba-2
 //! nothing      a layer that is only a feed-forward part
@@ -13,6 +14,7 @@
 mod delta_net;
 mod gqa;
 mod indexer;
+mod kda;
 mod mamba2;
 mod mla;
 mod nothing;
@@ -23,6 +25,7 @@ use super::Rope;
 pub use delta_net::{DeltaGate, DeltaNet};
 pub use gqa::{Bias, GateActivation, Gqa, OutputGate, QkNorm};
 pub use indexer::{ChosenBy, Indexer, Score, Selection};
+pub use kda::{Kda, KdaDecay};
 pub use mamba2::Mamba2;
 pub use mla::Mla;
 pub use nothing::Nothing;
@@ -39,6 +42,8 @@ pub enum Attention {
     DeltaNet(DeltaNet),
     /// Gated short convolution: the last few inputs instead of keys and values.
     ShortConv(ShortConv),
+    /// Kimi delta attention: a state of fixed size instead of keys and values.
+    Kda(Kda),
     /// Mamba-2: a state of fixed size instead of keys and values.
     Mamba2(Mamba2),
     /// The layer has none.
@@ -54,6 +59,7 @@ impl std::ops::Deref for Attention {
             Attention::Mla(a) => a,
             Attention::DeltaNet(a) => a,
             Attention::ShortConv(a) => a,
+            Attention::Kda(a) => a,
             Attention::Mamba2(a) => a,
             Attention::Nothing(a) => a,
         }

@@ -11,6 +11,7 @@ mod glm4_moe;
 mod gpt_oss;
 mod granite;
 mod hy_v3;
+mod kimi_linear;
 mod laguna;
 mod lfm2_moe;
 mod llama;
@@ -57,6 +58,8 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("glm_moe_dsa", "GLM-5, 5.1, 5.2, 5.3", deepseek::glm_dsa),
     architecture("kimi_k2", "Kimi K2, K2-Thinking", deepseek::v3),
     architecture("kimi_k25", "Kimi K2.5, K2.6, K2.7 (text)", deepseek::kimi_k25),
+    architecture("kimi_linear", "Kimi-Linear-48B-A3B", kimi_linear::kimi_linear),
+    architecture("bailing_hybrid", "Ling-3.0-flash, 3.1-flash", kimi_linear::bailing_hybrid),
     architecture("glm4_moe_lite", "GLM-4.7-Flash", deepseek::v3),
     architecture("mistral3", "Mistral Small 4 (text)", deepseek::mistral3),
     architecture("mistral4", "Mistral Small 4 without vision", deepseek::mistral4),
@@ -131,6 +134,7 @@ pub const GGUF: &[Gguf] = &[
     llama4::GGUF,
     cohere2_moe::GGUF,
     lfm2_moe::GGUF,
+    kimi_linear::GGUF,
     nemotron_h::GGUF_MOE,
     granite::GGUF,
 ];
@@ -233,7 +237,11 @@ fn model(f: &Fields<'_>, layers: Vec<LayerConfig>) -> Result<ModelConfig> {
         architecture: f.str_or("model_type", "")?.into(),
         vocab_size: f.dim("vocab_size")?,
         hidden_size: f.dim("hidden_size")?,
-        max_context: f.dim("max_position_embeddings")?,
+        // Kimi-Linear says the other.
+        max_context: match f.has("max_position_embeddings") || !f.has("model_max_length") {
+            true => f.dim("max_position_embeddings")?,
+            false => f.dim("model_max_length")?,
+        },
         norm: Norm::Rms,
         norm_eps: f.norm_eps()?,
         norm_offset: 0.0,

@@ -57,6 +57,7 @@ ARCHITECTURES = {
     "cohere2_moe": ("cohere2moe", gguf.MODEL_ARCH.DEEPSEEK2),
     "qwen4_exp_text": ("qwen4exp", gguf.MODEL_ARCH.QWEN35MOE),
     "lfm2_moe": ("lfm2moe", gguf.MODEL_ARCH.LFM2MOE),
+    "kimi_linear": ("kimi-linear", gguf.MODEL_ARCH.KIMI_LINEAR),
     "nemotron_h": ("nemotron_h_moe", gguf.MODEL_ARCH.NEMOTRON_H_MOE),
     "granitemoehybrid": ("granitehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID),
     "minimax_m3_vl_text": ("minimax-m3", gguf.MODEL_ARCH.GLM4_MOE),
@@ -194,6 +195,13 @@ def renamed(arch, c):
             "num_key_value_heads": [heads if kind == "full_attention" else 0 for kind in kinds],
             "rms_norm_eps": c["norm_eps"],
         }
+    if arch == "kimi-linear":
+        full = [layer + 1 in c["linear_attn_config"]["full_attn_layers"] for layer in range(c["num_hidden_layers"])]
+        return c | {
+            "num_key_value_heads": [int(attends) for attends in full],
+            "num_experts_per_tok": c["num_experts_per_token"],
+            "max_position_embeddings": c["model_max_length"],
+        }
     if arch == "nemotron_h_moe":
         blocks = c["hybrid_override_pattern"]
         return c | {
@@ -275,6 +283,18 @@ def add_metadata(w, arch, c, fixture, experts):
     if arch == "minimax-m2":
         w.add_expert_feed_forward_length(c["intermediate_size"])
         w.add_rope_dimension_count(c["rotary_dim"])
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch == "kimi-linear":
+        w.add_ssm_conv_kernel(c["linear_attn_config"]["short_conv_kernel_size"])
+        w.add_uint32("kimi-linear.kda.head_dim", c["linear_attn_config"]["head_dim"])
+        w.add_kv_lora_rank(c["kv_lora_rank"])
+        w.add_rope_dimension_count(c["qk_rope_head_dim"])
+        w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+        w.add_value_length_mla(c["v_head_dim"])
+        w.add_leading_dense_block_count(c["first_k_dense_replace"])
+        w.add_expert_shared_count(c["num_shared_experts"])
+        w.add_expert_weights_scale(c["routed_scaling_factor"])
+        w.add_expert_weights_norm(c["moe_renormalize"])
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if "ssm" in c:
         heads, dim, state, groups, conv = c["ssm"]
@@ -640,7 +660,7 @@ def model(fixture, out, types, split, fuse, old, changes):
                     data = mxfp4_blocks(of(values), of(tensors[key.replace("_blocks", "_scales")]))
                     w.add_tensor(f"{block}.ffn_{part}_exps.weight", data, raw_dtype=Type.MXFP4)
             continue
-        if stem.endswith("kv_b_proj") and arch in LATENTS:
+        if stem.endswith("kv_b_proj") and arch in (*LATENTS, "kimi-linear"):
             heads, v = c["num_attention_heads"], c["v_head_dim"]
             by_head = values.reshape(heads, -1, c["kv_lora_rank"])
             k_b, v_b = by_head[:, :-v], by_head[:, -v:]

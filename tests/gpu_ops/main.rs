@@ -11,6 +11,7 @@ mod common;
 
 mod attention;
 mod delta_net;
+mod kda;
 mod latents;
 mod library;
 mod mamba2;

@@ -19,14 +19,14 @@ use super::{Cpu, Scratch, lock};
 use crate::Result;
 use crate::backend::batch::{Batch, Span};
 use crate::backend::tensor::Tensor;
-use crate::backend::{DeltaInputs, Mamba2Inputs, Mamba2Rule, Recur};
+use crate::backend::{DeltaInputs, KdaInputs, KdaRule, Mamba2Inputs, Mamba2Rule, Recur};
 use crate::kernel::{DeltaToken, Kernel, Rows};
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
 use crate::model::{self, DeltaGate, StateShape};
 
 /// Added to the sum of squares of queries and keys. Source: HF modeling_qwen3_next, `l2norm`.
-const L2_EPS: f32 = 1e-6;
+pub(super) const L2_EPS: f32 = 1e-6;
 
 /// Of a layer, by slot.
 pub struct State {
@@ -187,6 +187,17 @@ impl Recur for Cpu {
         });
     }
 
+    fn kda(
+        &self,
+        state: &mut State,
+        batch: &Batch,
+        rule: &KdaRule<'_, Self>,
+        inputs: KdaInputs<'_, Self>,
+        out: &mut Tensor,
+    ) {
+        self.run_kda(state, batch, rule, inputs, out);
+    }
+
     fn mamba2(
         &self,
         state: &mut State,
@@ -238,11 +249,11 @@ impl Recur for Cpu {
     }
 }
 
-/// Numbers that a worker needs for a key head: inputs mixed and active, a value read and normed, and gates.
+/// Numbers that a worker needs for a key head: inputs mixed and active, a value read and normed, gates and a decay.
 pub(super) fn scratch_len(config: &model::DeltaNet) -> usize {
     let of_group = config.num_value_heads / config.num_key_heads;
     let (dim, width) = (config.key_head_dim, config.value_head_dim);
-    2 * (2 * dim + of_group * width) + 2 * width + 2 * of_group
+    2 * (2 * dim + of_group * width) + 2 * width + 2 * of_group + dim
 }
 
 impl Op<'_> {
@@ -263,7 +274,8 @@ impl Op<'_> {
         let (mixed, memory) = memory.split_at_mut(2 * dim + values);
         let (active, memory) = memory.split_at_mut(2 * dim + values);
         let (read, memory) = memory.split_at_mut(width);
-        let (normed, gates) = memory.split_at_mut(width);
+        let (normed, memory) = memory.split_at_mut(width);
+        let (gates, decays) = memory.split_at_mut(2 * of_group);
         for t in span.rows.clone() {
             let mut at = 0;
             for columns in &columns {
@@ -285,12 +297,12 @@ impl Op<'_> {
             for (i, v) in active[2 * dim..].chunks_exact(width).enumerate() {
                 let head = group * of_group + i;
                 let beta = 1.0 / (1.0 + (-gates[i]).exp());
-                let decay = (-w.rates[head] * softplus(gates[of_group + i] + w.dt_bias[head])).exp();
+                decays.fill((-w.rates[head] * softplus(gates[of_group + i] + w.dt_bias[head])).exp());
                 let at = (span.slot * config.num_value_heads + head) * dim * width;
                 // SAFETY: a slot belongs to one sequence, and in it a head to one unit.
                 #[allow(unsafe_code)]
                 let state = unsafe { self.heads.slice_mut(at..at + dim * width) };
-                kernel.delta_step(state, &DeltaToken { q, k, v, decay, beta }, read);
+                kernel.delta_step(state, &DeltaToken { q, k, v, decay: decays, beta }, read);
                 kernel.rms_norm(read, &w.norm, w.eps, normed);
                 let at = t * config.value_dim() + head * width;
                 // SAFETY: a row's columns of a head belong to one unit.

@@ -1,4 +1,4 @@
-//! Gated DeltaNet and Mamba-2 (kernels/mamba2.cu) on the device; of the first few tokens of a sequence one by one (kernels/delta_net.cu), many in chunks
+//! Gated DeltaNet, Kimi delta attention (kernels/kda.cu) and Mamba-2 (kernels/mamba2.cu) on the device; of the first few tokens of a sequence one by one (kernels/delta_net.cu), many in chunks
 //! (kernels/delta_net_chunks.cu).
 
 use half::bf16;
@@ -6,14 +6,15 @@ use half::bf16;
 use super::load::Rule;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
-use crate::backend::{DeltaInputs, Mamba2Inputs, Mamba2Rule, Recur};
+use crate::backend::{DeltaInputs, KdaInputs, KdaRule, Mamba2Inputs, Mamba2Rule, Recur};
 use crate::cuda::kernels::delta_net::{CHUNKED_FROM, COLUMNS, CONV_CHANNELS, CONV_THREADS, CONV_TOKENS, NORM_HEADS};
 use crate::cuda::kernels::delta_net_chunks::{ACROSS_COLUMNS, CHUNK, TRIANGLES};
+use crate::cuda::kernels::kda::KDA_COLUMNS;
 use crate::cuda::kernels::mamba2::SSM_COLUMNS;
 use crate::cuda::kernels::short_conv::{SHORT_CONV_THREADS, SHORT_CONV_TOKENS};
-use crate::cuda::kernels::{self, DeltaBatch, DeltaGates, DeltaShape, Mamba2Shape, Mamba2Weights};
+use crate::cuda::kernels::{self, DeltaBatch, DeltaGates, DeltaShape, KdaGates, KdaShape, Mamba2Shape, Mamba2Weights};
 use crate::cuda::{Address, DeviceBuffer, launch};
-use crate::model::{DeltaGate, DeltaNet, StateShape};
+use crate::model::{DeltaGate, DeltaNet, KdaDecay, StateShape};
 
 /// Of a layer, by slot.
 pub struct State {
@@ -153,6 +154,46 @@ impl Recur for CudaBackend {
             out.bf16(), sequences, channels as i32, width as i32);
         launch!(self.cuda, stream, kernels::convolve_keep, [channels.div_ceil(CONV_THREADS), batch.sequences(), 1];
             x.bf16(), state.inputs.address(), sequences, channels as i32, width as i32);
+    }
+
+    fn kda(
+        &self,
+        state: &mut State,
+        batch: &CudaBatch,
+        rule: &KdaRule<'_, Self>,
+        KdaInputs { qkv, decay, beta, gate }: KdaInputs<'_, Self>,
+        out: &mut Tensor,
+    ) {
+        let (stream, config) = (&self.cuda.compute, rule.config);
+        let (heads, dim, inner) = (config.num_heads, config.head_dim, config.inner_dim());
+        assert!(qkv.cols == 3 * inner && decay.cols == inner && gate.cols == inner && beta.cols == heads);
+        let sequences =
+            DeltaBatch { seq_first: batch.seq_first(), seq_slots: batch.seq_slots(), positions: batch.positions() };
+        let lower = match config.decay {
+            KdaDecay::Softplus => None,
+            KdaDecay::Bounded { lower } => Some(lower),
+        };
+        let shape = KdaShape {
+            heads: heads as i32,
+            dim: dim as i32,
+            bounded: i32::from(lower.is_some()),
+            lower: lower.unwrap_or_default(),
+        };
+        let gates =
+            KdaGates { f: decay.bf16(), b: beta.f32(), rates: rule.rates.address(), dt_bias: rule.dt_bias.address() };
+        launch!(self.cuda, stream, kernels::kda_rule, [heads, dim.div_ceil(KDA_COLUMNS), batch.sequences()];
+            qkv.bf16(), gates, state.heads.address(), out.bf16(), sequences, shape);
+        let shape = DeltaShape {
+            key_heads: heads as i32,
+            value_heads: heads as i32,
+            key_dim: dim as i32,
+            value_dim: dim as i32,
+            taps: config.conv_width as i32,
+            eps: rule.eps,
+            sigmoid: 1,
+        };
+        launch!(self.cuda, stream, kernels::delta_net_norm, [batch.rows(), heads.div_ceil(NORM_HEADS), 1];
+            out.bf16(), gate.bf16(), rule.norm.address(), shape);
     }
 
     fn mamba2(

@@ -1,6 +1,7 @@
 //! Mamba-2: what a layer keeps of a sequence is a state of fixed size and its last few inputs.
 
 use super::{Layer, Step};
+use crate::Result;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, Mamba2Inputs, Mamba2Rule};
 use crate::config::DenseBits;
@@ -8,7 +9,6 @@ use crate::forward::join::{Partial, Stream, join};
 use crate::forward::kv_cache::LayerCache;
 use crate::forward::loader::Loader;
 use crate::model::Mamba2;
-use crate::{Error, Result};
 
 /// Projections, and what is between them.
 pub struct Weights<B: Backend> {
@@ -34,20 +34,6 @@ impl<B: Backend> Weights<B> {
         let conv = source.numbers(&of("conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?;
         let vector = |part: &str, len: usize| source.vector(&of(part), len);
         let norm = |weight: HostTensor<'_>| backend.load_norm(weight);
-        // GGUF files have -exp(A_log).
-        let rates = match source.has(&of("A")) {
-            true => {
-                let a = vector("A", heads)?;
-                if a.to_f32().iter().any(|a| *a > 0.0) {
-                    return Err(Error::Model(format!(
-                        "tensor `{}` holds positive numbers, which are no decay: convert the model again",
-                        of("A")
-                    )));
-                }
-                a.map(|a| -a)
-            }
-            false => vector("A_log", heads)?.map(f32::exp),
-        };
         // GGUF files have a row for each group.
         let by_group = source.numbers(&of("norm.weight"), &[a.num_groups, inner / a.num_groups]);
         let of_groups = by_group.map(|norm| norm.reshaped(1)).or_else(|_| vector("norm.weight", inner))?;
@@ -61,7 +47,7 @@ impl<B: Backend> Weights<B> {
                 true => Some(norm(vector("conv1d.bias", a.conv_dim())?)?),
                 false => None,
             },
-            rates: norm(rates)?,
+            rates: norm(loader.rates(&format!("{layer}.{}", loader.model.names.mamba), heads)?)?,
             dt_bias: norm(vector("dt_bias", heads)?)?,
             skip: norm(vector("D", heads)?)?,
             norm: norm(of_groups.map(|w| w * a.output_scale))?,

@@ -17,7 +17,7 @@ use crate::backend::{Backend, Heads};
 use crate::forward::join::{Partial, Stream, join};
 use crate::forward::kv_cache::LayerCache;
 use crate::forward::loader::Loader;
-use crate::model::Mla;
+use crate::model::{GateActivation, Mla};
 
 /// Latent-attention projections.
 pub struct Weights<B: Backend> {
@@ -31,6 +31,8 @@ pub struct Weights<B: Backend> {
     up: B::LatentUp,
     /// `[hidden, num_heads * v_head_dim]`
     o: B::Linear,
+    /// `[num_heads, hidden]`, of heads with a gate.
+    gate: Option<B::Linear>,
     /// Of a layer that chooses positions.
     indexer: Option<indexer::Weights<B>>,
 }
@@ -52,7 +54,8 @@ pub(super) enum Query<B: Backend> {
 
 impl<B: Backend> Weights<B> {
     pub(super) fn load(loader: &Loader<'_, B>, layer: &str, a: &Mla) -> Result<Self> {
-        let name = format!("{layer}.self_attn");
+        let names = &loader.model.names;
+        let name = format!("{layer}.{}", names.attention);
         let (hidden, heads) = (loader.model.hidden_size, a.num_heads);
         let q = heads * a.qk_head_dim();
         let kv_b_rows = heads * (a.qk_nope_head_dim + a.v_head_dim);
@@ -69,7 +72,11 @@ impl<B: Backend> Weights<B> {
             kv_a: loader.linear(&format!("{name}.kv_a_proj_with_mqa"), a.cache_dim(), hidden, a.bias)?,
             kv_a_norm: loader.norm(&format!("{name}.kv_a_layernorm.weight"), a.kv_lora_rank)?,
             up: loader.backend.load_latent_up(a, kv_b)?,
-            o: loader.linear(&format!("{name}.o_proj"), hidden, heads * a.v_head_dim, a.bias)?,
+            gate: match a.head_gate {
+                true => Some(loader.linear(&format!("{name}.g_proj"), heads, hidden, false)?),
+                false => None,
+            },
+            o: loader.linear(&format!("{name}.{}", names.o), hidden, heads * a.v_head_dim, a.bias)?,
             indexer: indexer::Weights::load(loader, &name, a.selection.as_ref())?,
         })
     }
@@ -80,7 +87,9 @@ impl<B: Backend> Weights<B> {
             Query::Lora { a, b, .. } => backend.linear_bytes(a) + backend.linear_bytes(b),
         };
         let index = self.indexer.as_ref().map_or(0, |indexer| indexer.bytes_per_token(backend));
+        let gate = self.gate.as_ref().map_or(0, |gate| backend.linear_bytes(gate));
         index
+            + gate
             + query
             + backend.linear_bytes(&self.kv_a)
             + backend.linear_bytes(&self.o)
@@ -95,7 +104,8 @@ pub(super) struct Buffers<B: Backend> {
     q: B::Tensor,                       // [T, heads, nope + rope]
     latent: B::Tensor,                  // [T, kv_lora_rank + rope]: a row of the cache
     scratch: B::LatentScratch,
-    out: B::Tensor, // [T, heads, v_head_dim]
+    out: B::Tensor,          // [T, heads, v_head_dim]
+    gate: Option<B::Tensor>, // [T, heads]
     indexer: Option<indexer::Buffers<B>>,
 }
 
@@ -109,14 +119,15 @@ impl<B: Backend> Buffers<B> {
             latent: tensor(a.cache_dim())?,
             scratch: backend.latent_scratch(a, max_tokens)?,
             out: tensor(a.num_heads * a.v_head_dim)?,
+            gate: a.head_gate.then(|| tensor(a.num_heads)).transpose()?,
             indexer: indexer::Buffers::new(backend, a.selection.as_ref(), cache, max_tokens)?,
         })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
-        let Self { q_latent, q_latent_normed, q, latent, out, indexer, .. } = self;
+        let Self { q_latent, q_latent_normed, q, latent, out, gate, indexer, .. } = self;
         indexer.iter_mut().for_each(|indexer| indexer.set_rows(backend, rows));
-        for t in q_latent.iter_mut().chain(q_latent_normed).chain([q, latent, out]) {
+        for t in q_latent.iter_mut().chain(q_latent_normed).chain([q, latent, out]).chain(gate) {
             backend.set_rows(t, rows);
         }
     }
@@ -130,9 +141,9 @@ pub(super) fn attention<B: Backend>(
     stream: &mut Stream<'_, B>,
 ) -> Result<()> {
     let backend = step.backend;
-    let Buffers { q_latent, q_latent_normed, q, latent, scratch, out, indexer } = buffers;
-    if weights.indexer.is_some() {
-        stream.settle(backend, h); // the indexer reads it as well
+    let Buffers { q_latent, q_latent_normed, q, latent, scratch, out, gate, indexer } = buffers;
+    if weights.indexer.is_some() || weights.gate.is_some() {
+        stream.settle(backend, h); // others read it as well
     }
     match (&weights.q, q_latent, &mut *q_latent_normed) {
         (Query::Direct(w), None, None) => stream.linears(backend, h, [(w, q), (&weights.kv_a, latent)]),
@@ -169,5 +180,9 @@ pub(super) fn attention<B: Backend>(
     }
     let choice = indexer::choice(chosen, indexer);
     backend.attend_latent(kv, step.batch, &weights.up, scratch, (q, choice.as_ref()), out);
+    if let (Some(w), Some(gate)) = (&weights.gate, gate) {
+        backend.linear(w, h, gate);
+        backend.gate(gate, GateActivation::Sigmoid, out);
+    }
     join(backend, Partial::Product(&weights.o, out), stream)
 }

@@ -16,12 +16,14 @@ pub struct Mla {
     pub qk_nope_head_dim: usize,
     /// Width of a head's rotated part; all heads share one such key.
     pub qk_rope_head_dim: usize,
-    /// Rotary embedding of that part.
-    pub rope: Rope,
+    /// Rotary embedding of that part, if it is rotated.
+    pub rope: Option<Rope>,
     /// Width of a head's value.
     pub v_head_dim: usize,
     /// Biases on `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj`.
     pub bias: bool,
+    /// The sigmoid of a projection, `g_proj`, multiplies each head's output.
+    pub head_gate: bool,
     /// Multiplies the scores; YaRN's mscale squared is in it.
     pub scale: f32,
     /// Multiplies queries besides.
@@ -50,7 +52,7 @@ impl Facts for Mla {
     }
 
     fn rope(&self) -> Option<&Rope> {
-        Some(&self.rope)
+        self.rope.as_ref()
     }
 
     fn selection(&self) -> Option<&Selection> {
@@ -67,7 +69,8 @@ impl Facts for Mla {
         let q = self.num_heads * self.qk_head_dim();
         let query = self.q_lora_rank.map_or(vec![(q, hidden)], |rank| vec![(rank, hidden), (q, rank)]);
         let index = self.selection.as_ref().and_then(Selection::own).map_or(vec![], |own| own.matrices(hidden));
-        [query, vec![(self.cache_dim(), hidden), (hidden, self.num_heads * self.v_head_dim)], index].concat()
+        let gate = if self.head_gate { vec![(self.num_heads, hidden)] } else { vec![] };
+        [query, vec![(self.cache_dim(), hidden), (hidden, self.num_heads * self.v_head_dim)], gate, index].concat()
     }
 
     fn inner_products(&self) -> f64 {

@@ -8,11 +8,11 @@
 //! value heads tiled                              GGUF of Qwen3.5
 //! ```
 
+use crate::Result;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, DeltaRule};
 use crate::forward::loader::Loader;
 use crate::model::DeltaNet;
-use crate::{Error, Result};
 
 /// On their way to a device.
 pub(super) struct Tensors<'a> {
@@ -43,18 +43,7 @@ pub(super) fn read<'a, B: Backend>(loader: &Loader<'a, B>, name: &str, a: &Delta
         [matrix("in_proj_b", heads, hidden)?, matrix("in_proj_a", heads, hidden)?]
     };
     let gates = HostTensor::stacked(&[beta, alpha]);
-    let rates = match has("A") {
-        true => {
-            let a = vector("A", heads)?;
-            if a.to_f32().iter().any(|a| *a > 0.0) {
-                return Err(Error::Model(format!(
-                    "tensor `{name}.A` holds positive numbers, which are no decay: convert the model again"
-                )));
-            }
-            a.map(|a| -a)
-        }
-        false => vector("A_log", heads)?.map(f32::exp),
-    };
+    let rates = loader.rates(name, heads)?;
     let conv = loader.source.numbers(&format!("{name}.conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?;
     let o = matrix("out_proj", hidden, a.value_dim())?;
     let rule = DeltaRule {
