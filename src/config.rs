@@ -273,7 +273,7 @@ engine_config! {
         /// allows].
         #[arg(long, value_name = "N")]
         max_batch_tokens: Option<usize>,
-        /// Worker threads [default: one per physical core].
+        /// Worker threads [default: as many physical cores as are fastest, measured at start].
         #[arg(long, value_name = "N")]
         threads: Option<usize>,
         /// Instruction set of the CPU kernels [default: the best that this machine supports].

@@ -155,7 +155,7 @@ pub struct EngineInfo {
     /// Requests that may wait.
     #[serde(skip)]
     pub max_queue: usize,
-    /// Worker threads.
+    /// Worker threads in decode.
     pub threads: usize,
     /// Instruction set of the CPU kernels.
     #[serde(serialize_with = "as_text")]
@@ -307,7 +307,7 @@ pub fn start_loaded(
         streams: loaded.model.config().streams().streams,
         vocab_size: loaded.model.config().vocab_size,
         max_context: loaded.max_context,
-        threads: loaded.team.threads(),
+        threads: loaded.team.crews().few,
         simd: loaded.kernel.simd(),
         max_queue: config.max_queue,
         device: loaded.device.clone().unwrap_or_else(|| "cpu".into()),

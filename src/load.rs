@@ -7,6 +7,7 @@
 //! folder        a model's folder, opened once
 //! synthetic     random weights of a known shape
 //! place         where the experts' bytes lie
+//! crews         how many workers take part
 //! experts       routed experts alone, for other engines
 //! components    what each part of a checkpoint is stored as and becomes
 //! memory        what a model takes of the CPU's memory
@@ -24,6 +25,7 @@ mod assemble;
 mod budget;
 mod cache;
 pub mod components;
+pub(crate) mod crews;
 pub mod experts;
 pub(crate) mod folder;
 #[cfg(feature = "cuda")]

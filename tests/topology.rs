@@ -186,7 +186,8 @@ fn every_node_with_workers_holds_a_slice_in_proportion() {
         let mut nodes: Vec<usize> = machine.first.iter().map(|&(_, node)| node).collect();
         nodes.splice(0..0, [nodes[0]; 2]);
         let cpus = here.worker_cpus(nodes.len());
-        let seats: Vec<Seat> = cpus.into_iter().zip(&nodes).map(|(cpu, &node)| Seat { cpu, node }).collect();
+        let seats = cpus.into_iter().zip(&nodes).enumerate();
+        let seats: Vec<Seat> = seats.map(|(turn, (cpu, &node))| Seat { cpu, node, turn }).collect();
         let team = Team::on_nodes(&seats).unwrap();
         let memory = ExpertMemory::copied(store.clone(), &team, &[], &|_, _| ()).unwrap();
         assert_eq!(memory.nodes(), machine.seats.len(), "{}", machine.name);

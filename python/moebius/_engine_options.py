@@ -34,7 +34,7 @@ class EngineOptions(TypedDict, total=False):
     allows]."""
 
     threads: int | None
-    """Worker threads [default: one per physical core]."""
+    """Worker threads [default: as many physical cores as are fastest, measured at start]."""
 
     simd: Literal["scalar", "avx2", "avx-vnni", "avx512", "amx"] | None
     """Instruction set of the CPU kernels [default: the best that this machine supports]."""

@@ -88,6 +88,7 @@ const PARALLEL: usize = 1 << 15;
 
 impl Cpu {
     /// `work(t, row t of out, scratch)` for every row, on all workers if there is much to do.
+    #[track_caller]
     fn each_row(&self, out: &mut Tensor, work: impl Fn(usize, &mut [f32], &mut Scratch) + Sync) {
         let (rows, cols) = (out.rows(), out.cols());
         if rows == 1 || rows * cols < PARALLEL {

@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// Runs per measurement after one warm-up run; the median counts.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = counts(1000))]
     runs: u64,
-    /// Also measure each GPU kernel of a pass.
+    /// Also measure where the time of a pass goes: each kernel of a GPU, or each family of ops of the CPU.
     #[arg(long)]
     ops: bool,
     #[command(flatten)]

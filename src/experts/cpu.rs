@@ -203,6 +203,7 @@ impl CpuExperts {
     }
 
     /// `work(t, row t of rows)` for rows of `cols`, by the team where that pays.
+    #[track_caller]
     pub(super) fn each_row<T: Send + Sync>(&self, rows: &mut [T], cols: usize, work: impl Fn(usize, &mut [T]) + Sync) {
         match rows.len() < PARALLEL_VALUES {
             true => rows.chunks_exact_mut(cols).enumerate().for_each(|(t, row)| work(t, row)),
@@ -296,6 +297,7 @@ impl CpuExperts {
         assert!(routing.ids.len() <= self.buffers.pair_of.len(), "a batch larger than was allocated for");
         assert!(routing.ids.len() == self.tokens * routing.top_k && routing.weights.len() == routing.ids.len());
         assert!(layer < self.memory.cache().num_layers());
+        self.team.fit(self.tokens);
         self.layer = layer;
         self.sort(routing);
         if let Err(error) = self.check() {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::budget::{Budget, CpuPlan};
+use super::crews;
 use super::machine::{Machine, watch_memory};
 use super::place::{SMALL_BYTES, place};
 use super::spec::Spec;
@@ -25,7 +26,7 @@ pub fn assemble(
     machine: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
-    let CpuPlan { experts: expert_bytes, max_context, kv_blocks, snapshots, .. } = match budget {
+    let CpuPlan { weights: dense_bytes, experts: expert_bytes, max_context, kv_blocks, snapshots, .. } = match budget {
         #[cfg(feature = "cuda")]
         Budget::Gpu(cuda, plan) => return super::gpu::assemble(spec, stored, (cuda, plan), machine, report),
         Budget::Cpu(plan) => plan,
@@ -35,6 +36,7 @@ pub fn assemble(
     let tokens = spec.cpu_tokens();
     let limits = spec.cpu_limits();
     let (team, kernel, heap) = (machine.team.clone(), machine.kernel, &machine.heap);
+    crews::choose(spec, &machine, dense_bytes + expert_bytes, report)?;
     let backend = Cpu::new(team.clone(), kernel).with(heap, limits.max_rows());
     let weights = Weights::load(&backend, resident, model, config.dense, &|done, layers| {
         report(LoadProgress::Weights(done, layers));
@@ -53,7 +55,7 @@ pub fn assemble(
     if expert_bytes >= SMALL_BYTES {
         let rates = CpuRates::measure(spec, &machine, tokens)?;
         let expected = speed::on_cpu(spec, &rates, tokens)?;
-        let (threads, read) = (team.threads(), rates.read_bytes / 1e9);
+        let (threads, read) = (team.crews().few, rates.read_bytes / 1e9);
         report(LoadProgress::Experts(&format!(
             "CPU: {threads} threads, {read:.0} GB/s; a context of {max_context}; expect {expected}"
         )));

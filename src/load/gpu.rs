@@ -13,6 +13,7 @@ mod speed;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::crews;
 use super::machine::{Machine, gib, watch_memory};
 use super::place::place;
 use super::spec::Spec;
@@ -43,10 +44,15 @@ pub(super) fn assemble(
     spec: &Spec<'_>,
     Stored { resident, experts }: Stored<'_>,
     (cuda, plan): (Arc<Cuda>, GpuPlan),
-    Machine { team, kernel, heap, .. }: Machine,
+    machine: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
     let Spec { model, config, ref precision, .. } = *spec;
+    let resident_experts = plan.sizes.map_or(0, |sizes| sizes.resident);
+    if model.moe().is_some_and(|moe| resident_experts < moe.num_experts) {
+        crews::choose(spec, &machine, spec.expert_bytes()?, report)?;
+    }
+    let Machine { team, kernel, heap, .. } = machine;
     // While there is room for it.
     let vram_bytes = cuda.vram_bandwidth(SAMPLE_BYTES)?;
     let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, plan.max_context))?;
@@ -174,6 +180,7 @@ fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -
         .min(cpu.memory().bytes() as usize)
         .next_multiple_of(4096);
     let pcie_bytes = cuda.pcie_bandwidth(sample)?;
+    team.fit(1);
     let cpu_bytes = CostModel::CPU_SHARE * 1e9 * read_bandwidth(team, sample, Pages::Huge, 3)?;
 
     let layout = cpu.memory().cache().layout(0);

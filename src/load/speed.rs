@@ -120,6 +120,7 @@ impl CpuRates {
     pub fn measure(spec: &Spec<'_>, machine: &Machine, tokens: usize) -> Result<Self> {
         let Spec { model, config, ref precision, .. } = *spec;
         let sample = SAMPLE_BYTES.min((crate::machine::topology::available_bytes() / 8) as usize).max(1);
+        machine.team.fit(1);
         let read_bytes = 1e9 * read_bandwidth(&machine.team, sample, Pages::Huge, 3)?;
         let dense_precision = config.dense.precision(model.hidden_size).unwrap_or(Precision::Bf16);
         let width = model.moe().map_or(model.hidden_size, |moe| moe.intermediate_size);

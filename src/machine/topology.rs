@@ -14,6 +14,8 @@ pub struct Core {
     pub cpus: Vec<usize>,
     /// The NUMA node its memory comes from: its own, or the nearest one where its own has none for this process.
     pub node: usize,
+    /// The first CPU of those that share its last-level cache.
+    pub cache: usize,
 }
 
 /// The place of one worker.
@@ -23,6 +25,8 @@ pub struct Seat {
     pub cpu: usize,
     /// The number of the NUMA node its memory comes from.
     pub node: usize,
+    /// Its place in the order in which seats are taken: fewer workers take those of the lowest turns.
+    pub turn: usize,
 }
 
 /// One NUMA node.
@@ -144,7 +148,9 @@ impl Topology {
             let siblings = parse_list(&text(&format!("sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")));
             let first = siblings.first().copied().unwrap_or(cpu);
             let node = memory_nodes[nodes.iter().position(|n| n.cpus.contains(&cpu)).unwrap_or(0)];
-            cores.entry(first).or_insert(Core { cpus: Vec::new(), node }).cpus.push(cpu);
+            let shared = parse_list(&text(&format!("sys/devices/system/cpu/cpu{cpu}/cache/index3/shared_cpu_list")));
+            let cache = shared.first().copied().unwrap_or(0);
+            cores.entry(first).or_insert(Core { cpus: Vec::new(), node, cache }).cpus.push(cpu);
         }
 
         let group = ControlGroup::read(&text);
@@ -193,24 +199,32 @@ impl Topology {
     }
 
     /// Where `threads` workers sit: one per core first, then on SMT siblings, then over again; as many on every NUMA
-    /// node as can be.
+    /// node as can be, and in a node as many on every last-level cache, each of which has its own way to memory.
     ///
-    /// Workers of one node stand together. Empty when there is no usable CPU.
+    /// Workers of one node stand together, and of one cache in it. Empty when there is no usable CPU.
     pub fn seats(&self, threads: usize) -> Vec<Seat> {
-        let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
-        let mut order = Vec::new();
-        for core in &self.cores {
-            let place = seen.entry(core.node).or_insert(0);
-            for (sibling, &cpu) in core.cpus.iter().enumerate() {
-                order.push((sibling, *place, Seat { cpu, node: core.node }));
-            }
+        let mut of_cache: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+        let mut place = |core: &Core| {
+            let place = of_cache.entry((core.node, core.cache)).or_default();
             *place += 1;
+            *place
+        };
+        let mut cores: Vec<(usize, &Core)> = self.cores.iter().map(|core| (place(core), core)).collect();
+        cores.sort_by_key(|&(place, _)| place); // stable: of a place they stay in order
+        let mut of_node: BTreeMap<usize, usize> = BTreeMap::new();
+        let mut order = Vec::new();
+        for (_, core) in cores {
+            let place = of_node.entry(core.node).or_default();
+            *place += 1;
+            order.extend(core.cpus.iter().enumerate().map(|(sibling, &cpu)| (sibling, *place, core, cpu)));
         }
-        order.sort_by_key(|&(sibling, place, seat)| (sibling, place, seat.node));
-        let mut seats: Vec<Seat> =
-            order.iter().map(|o| o.2).cycle().take(if order.is_empty() { 0 } else { threads }).collect();
-        seats.sort_by_key(|seat| seat.node);
-        seats
+        order.sort_by_key(|&(sibling, place, core, _)| (sibling, place, core.node));
+        let taken = if order.is_empty() { 0 } else { threads };
+        let taken = order.iter().cycle().take(taken).enumerate();
+        let mut seats: Vec<(usize, Seat)> =
+            taken.map(|(turn, &(_, _, core, cpu))| (core.cache, Seat { cpu, node: core.node, turn })).collect();
+        seats.sort_by_key(|&(cache, seat)| (seat.node, cache));
+        seats.into_iter().map(|(_, seat)| seat).collect()
     }
 
     /// The CPUs of [`seats`](Topology::seats).
@@ -340,7 +354,7 @@ mod tests {
         assert_eq!(topology.cpu_flags, ["fpu", "avx2", "fma"]);
         assert_eq!(
             topology.cores,
-            [Core { cpus: vec![1, 5], node: 0 }, Core { cpus: vec![2, 6], node: 3 }, Core { cpus: vec![3], node: 3 }]
+            [(vec![1, 5], 0), (vec![2, 6], 3), (vec![3], 3)].map(|(cpus, node)| Core { cpus, node, cache: 0 })
         );
         assert!(topology.has_smt());
         assert_eq!(topology.memory_nodes(), [0, 3]);
@@ -429,6 +443,21 @@ mod tests {
                 assert_eq!(seats.iter().filter(|seat| seat.node == nodes[count - 1].0).count(), 8);
             }
         }
+    }
+
+    #[test]
+    fn few_workers_are_spread_over_the_last_level_caches() {
+        let mut files: Vec<(String, String)> = vec![("sys/devices/system/cpu/online".into(), "0-7".into())];
+        for cpu in 0..8 {
+            let dir = format!("sys/devices/system/cpu/cpu{cpu}/cache/index3/shared_cpu_list");
+            files.push((dir, if cpu < 4 { "0-3".into() } else { "4-7".into() }));
+        }
+        let files: Vec<(&str, &str)> = files.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        let topology = Topology::read_from(tree(&files).path());
+        assert_eq!(topology.worker_cpus(2), [0, 4]);
+        assert_eq!(topology.worker_cpus(5), [0, 1, 2, 4, 5]);
+        let turns: Vec<usize> = topology.seats(8).iter().map(|seat| seat.turn).collect();
+        assert_eq!(turns, [0, 2, 4, 6, 1, 3, 5, 7]);
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //! gate      a word that threads wait on
 //! claims    work that workers take in runs
 //! shared    one slice of which each worker writes its own parts
+//! times     where the time of dispatches goes
+//! crews     how many workers take part
 //! roster    which workers rest
 //! ```
 //!
@@ -12,56 +14,71 @@
 //!
 //! ```text
 //! dispatch  worker 0 writes `start`; the others spin on that one line
-//! barrier   each worker writes its own line, worker 0 gathers them and writes `barrier`; the others spin on it
-//! end       each worker writes its own line, worker 0 gathers them
+//! barrier   each worker writes its own line; the first of each eight gathers those of its group, worker 0 those of the
+//!           firsts; it writes `barrier`, on which they spin, and each of them a line for its group
+//! end       gathered in the same way
 //! ```
 //!
-//! No line is written by two threads, so a barrier costs two crossings of the processor, not one per worker. A team
-//! waits for its slowest: workers whose core another program uses are sent to rest (`roster`).
+//! No line is written by two threads and few are read by more than a group, so a barrier costs some crossings of the
+//! processor, not one per worker. A team waits for its slowest: workers whose core another program uses are sent to
+//! rest (`roster`).
 #![allow(unsafe_code)]
 
 mod claims;
+mod crews;
 mod gate;
 mod roster;
 mod shared;
+mod times;
 
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64,
     Ordering::{Relaxed, SeqCst},
 };
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::machine::topology::Seat;
 use crate::{Error, Result};
 
-pub use claims::{Claims, Cut};
+pub use claims::{Claimant, Claims, Cut};
+pub use crews::Crews;
 pub(crate) use gate::Gate;
 pub(crate) use roster::SCHEDSTAT;
 use roster::{Clock, Roster};
 pub use shared::Shared;
+pub use times::DispatchTimes;
+use times::Times;
 
 /// The rank of a worker that rests.
 const RESTING: u32 = u32::MAX;
+
+/// Workers whose arrival the first of them gathers.
+const GROUP: usize = 8;
 
 type Work = dyn Fn(&Worker<'_>) + Sync;
 
 /// What the threads of a team share. Each word that a thread spins on has its own cache lines.
 struct State {
-    start: Line<Gate>,   // one step per dispatch
-    barrier: Line<Gate>, // one step per barrier passed
+    start: Line<Gate>,         // one step per dispatch
+    barrier: Line<Gate>,       // one step per barrier passed
+    passed: Box<[Line<Gate>]>, // [groups]: the value of `barrier`, for those of the group
     posts: Box<[Line<Post>]>,
-    active: AtomicU32,          // workers of the running dispatch
+    seats: Box<[AtomicU32]>,    // of each rank of the running dispatch
+    active: AtomicU32,          // workers of it
     per_node: Box<[AtomicU32]>, // of them, on each node
     work: UnsafeCell<Option<*const Work>>,
     stop: AtomicBool,
     broken: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
+    timing: AtomicBool,
+    times: Box<[Line<Times>]>,
+    epoch: Instant,
 }
 
 /// What one worker tells the others; only `rank`, `resume` and the end of `resting` are written by worker 0.
@@ -76,6 +93,7 @@ struct Post {
     denied_ns: AtomicU64, // of it, time that it would have run and something else did
 }
 
+#[derive(Default)]
 #[repr(align(128))]
 struct Line<T>(T);
 
@@ -97,6 +115,11 @@ impl State {
         let post = &self.posts[seat].0;
         let index = post.rank.load(Relaxed) as usize;
         let worker = Worker { index, count: self.active.load(Relaxed) as usize, node: post.node, seat, state: self };
+        let times = self.timing.load(Relaxed).then_some(&self.times[seat].0);
+        if let Some(times) = times {
+            times.waited.store(0, Relaxed);
+            times.begun.store(self.now(), Relaxed);
+        }
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(&worker))) {
             if !payload.is::<BrokenBarrier>() {
                 self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
@@ -105,9 +128,28 @@ impl State {
             // Threads that wait must not wait for ever: worker 0 for this worker's arrival, all others for worker 0.
             match seat {
                 0 => drop(self.barrier.0.step()),
-                _ => post.arrived.set(self.barrier.0.get().wrapping_add(1)),
+                _ => {
+                    let next = self.barrier.0.get().wrapping_add(1);
+                    self.passed[index / GROUP].0.set(next);
+                    post.arrived.set(next);
+                }
             }
         }
+        if let Some(times) = times {
+            times.ended.store(self.now(), Relaxed);
+        }
+    }
+
+    fn seat_of(&self, rank: usize) -> usize {
+        self.seats[rank].load(Relaxed) as usize
+    }
+
+    /// Those whom a worker gathers: the rest of its group where it is the first of that, and as worker 0 the firsts.
+    fn gathered(&self, rank: usize) -> impl Iterator<Item = &Post> {
+        let count = self.active.load(Relaxed) as usize;
+        let group = if rank.is_multiple_of(GROUP) { rank + 1..count.min(rank + GROUP) } else { 0..0 };
+        let firsts = if rank == 0 { GROUP..count } else { 0..0 };
+        group.chain(firsts.step_by(GROUP)).map(|rank| &self.posts[self.seat_of(rank)].0)
     }
 
     /// A worker's thread: one dispatch after the other until the team is dropped.
@@ -131,13 +173,9 @@ impl State {
             }
             self.work(seat);
             clock.tell(post);
+            self.gathered(post.rank.load(Relaxed) as usize).for_each(|post| post.done.wait(|done| done == step));
             post.done.set(step);
         }
-    }
-
-    /// The seats of the running dispatch but the caller's.
-    fn others(&self) -> impl Iterator<Item = &Post> {
-        self.posts.iter().skip(1).map(|post| &post.0).filter(|post| post.rank.load(Relaxed) != RESTING)
     }
 }
 
@@ -160,22 +198,41 @@ impl Worker<'_> {
     }
 
     /// As [`barrier`](Worker::barrier); while it waits, a worker calls `meanwhile` until that returns false.
-    pub fn barrier_doing(&self, mut meanwhile: impl FnMut() -> bool) {
+    pub fn barrier_doing(&self, meanwhile: impl FnMut() -> bool) {
+        if !self.state.timing.load(Relaxed) {
+            return self.pass(meanwhile);
+        }
+        let from = self.state.now();
+        self.pass(meanwhile);
+        self.state.times[self.seat].0.waited.fetch_add(self.state.now() - from, Relaxed);
+    }
+
+    #[inline]
+    fn pass(&self, mut meanwhile: impl FnMut() -> bool) {
         let state = self.state;
         let step = state.barrier.0.get();
         let next = step.wrapping_add(1);
         // Read after `step`: a panic that this misses also changes the step.
         self.unwind_if_broken();
-        if self.seat == 0 {
-            state.others().for_each(|post| post.arrived.wait_doing(|arrived| arrived == next, &mut meanwhile));
+        // Also where a panic moved the steps on in between: whoever panics writes the lines that others wait for.
+        let reached = |now: u32| now == next || state.broken.load(SeqCst);
+        state.gathered(self.index).for_each(|post| post.arrived.wait_doing(reached, &mut meanwhile));
+        if self.index == 0 {
             // Before the step: unwinding makes it.
             self.unwind_if_broken();
-            state.barrier.0.set(next);
-        } else {
-            state.posts[self.seat].0.arrived.set(next);
-            state.barrier.0.wait_doing(|now| now != step, meanwhile);
-            self.unwind_if_broken();
+            return state.barrier.0.set(next);
         }
+        state.posts[self.seat].0.arrived.set(next);
+        let (group, place) = (self.index / GROUP, self.index % GROUP);
+        if group > 0 && place > 0 {
+            state.passed[group].0.wait_doing(reached, meanwhile);
+        } else {
+            state.barrier.0.wait_doing(|now| now != step, meanwhile);
+        }
+        if group > 0 && place == 0 {
+            state.passed[group].0.set(next);
+        }
+        self.unwind_if_broken();
     }
 
     fn unwind_if_broken(&self) {
@@ -200,14 +257,16 @@ pub struct Team {
     state: Arc<State>,
     seats: Vec<Seat>,
     nodes: Vec<usize>,
-    roster: Mutex<Roster>, // held while the team runs
+    roster: Mutex<Roster>,                       // held while the team runs
+    times: Mutex<(Instant, Vec<DispatchTimes>)>, // since when
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Team {
     /// One worker per entry of `cpus`, pinned to it, as if all were on one node. As [`Team::on_nodes`] otherwise.
     pub fn new(cpus: &[usize]) -> Result<Team> {
-        Self::on_nodes(&cpus.iter().map(|&cpu| Seat { cpu, node: 0 }).collect::<Vec<_>>())
+        let seats = cpus.iter().enumerate().map(|(turn, &cpu)| Seat { cpu, node: 0, turn });
+        Self::on_nodes(&seats.collect::<Vec<_>>())
     }
 
     /// One worker per seat, pinned to it; worker 0 is the thread that calls [`run`](Team::run), see
@@ -236,6 +295,8 @@ impl Team {
         let state = Arc::new(State {
             start: Line(Gate::new(0)),
             barrier: Line(Gate::new(0)),
+            passed: seats.chunks(GROUP).map(|_| Line(Gate::new(0))).collect(),
+            seats: seats.iter().map(|_| AtomicU32::new(0)).collect(),
             posts: seats.iter().enumerate().map(|(rank, seat)| post(rank, seat)).collect(),
             active: AtomicU32::new(0),
             per_node: nodes.iter().map(|_| AtomicU32::new(0)).collect(),
@@ -243,9 +304,13 @@ impl Team {
             stop: AtomicBool::new(false),
             broken: AtomicBool::new(false),
             panic: Mutex::new(None),
+            timing: AtomicBool::new(false),
+            times: seats.iter().map(|_| Line::default()).collect(),
+            epoch: Instant::now(),
         });
         let roster = Mutex::new(Roster::new(seats));
-        let mut team = Team { state, seats: seats.to_vec(), nodes, roster, threads: Vec::new() };
+        let times = Mutex::new((Instant::now(), Vec::new()));
+        let mut team = Team { state, seats: seats.to_vec(), nodes, roster, times, threads: Vec::new() };
         team.state.rank();
         for (seat, &Seat { cpu, .. }) in seats.iter().enumerate().skip(1) {
             let state = team.state.clone();
@@ -296,6 +361,11 @@ impl Team {
         self.state.start.0.spin_us.store(u32::try_from(time.as_micros()).unwrap_or(u32::MAX), Relaxed);
     }
 
+    /// Workers that take part in the next dispatch.
+    pub fn working(&self) -> usize {
+        self.state.active.load(Relaxed) as usize
+    }
+
     /// Workers of the team, the caller included, also those that rest.
     pub fn threads(&self) -> usize {
         self.seats.len()
@@ -314,6 +384,7 @@ impl Team {
     /// Runs `work` on every worker at once and returns when all are done.
     ///
     /// A panic of any worker is handed on after all have stopped. Panics: called inside `work`, or from two threads.
+    #[track_caller]
     pub fn run(&self, work: &(dyn Fn(&Worker<'_>) + Sync)) {
         let mut roster = match self.roster.try_lock() {
             Ok(roster) => roster,
@@ -326,9 +397,13 @@ impl Team {
         let erased = unsafe { std::mem::transmute::<*const (dyn Fn(&Worker<'_>) + Sync + '_), *const Work>(work) };
         // SAFETY: all workers wait at `start` or rest: the previous run saw `done` of each.
         unsafe { *state.work.get() = Some(erased) };
+        let from = state.timing.load(Relaxed).then(|| state.now());
         let step = state.start.0.step();
         state.work(0);
-        state.others().for_each(|post| post.done.wait(|done| done == step));
+        state.gathered(0).for_each(|post| post.done.wait(|done| done == step));
+        if let Some(from) = from {
+            self.count_times(Location::caller(), from);
+        }
         // SAFETY: as above, all workers wait again.
         unsafe { *state.work.get() = None };
         if !state.broken.load(SeqCst) {
@@ -389,7 +464,7 @@ mod tests {
 
     #[test]
     fn runs_every_worker_once() {
-        for threads in [1, 2, 3, 7] {
+        for threads in [1, 2, 3, 7, 20] {
             let team = team(threads);
             let seen: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
             for _ in 0..200 {
@@ -404,7 +479,7 @@ mod tests {
 
     #[test]
     fn barrier_orders_writes() {
-        for threads in [2, 3, 6] {
+        for threads in [2, 3, 6, 9, 18] {
             let team = team(threads);
             let mut data = vec![0usize; threads];
             for round in 1..50 {
@@ -438,8 +513,8 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_team_lives_on() {
-        let team = team(3);
-        for culprit in [0, 1, 2] {
+        for (threads, culprit) in [(3, 0), (3, 1), (3, 2), (19, 0), (19, 7), (19, 8), (19, 9), (19, 16), (19, 18)] {
+            let team = team(threads);
             let result = catch_unwind(AssertUnwindSafe(|| {
                 team.run(&|worker| {
                     if worker.index == culprit {
@@ -454,7 +529,7 @@ mod tests {
                 worker.barrier();
                 count.fetch_add(1, SeqCst);
             });
-            assert_eq!(count.load(SeqCst), 3);
+            assert_eq!(count.load(SeqCst), threads);
         }
     }
 

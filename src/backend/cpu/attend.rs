@@ -21,7 +21,7 @@ use crate::machine::workers::Shared;
 use crate::model::{Indexer, KvDims, Mla, PositionScale, Values};
 
 /// Positions of a batch from which on all workers store them.
-const PARALLEL_POSITIONS: usize = 32;
+const PARALLEL_POSITIONS: usize = 4;
 
 /// Numbers in the sums of segments that are shared out, at most: 64 MiB. Beyond, one worker does all segments of a
 /// tile.
@@ -70,7 +70,7 @@ impl Cpu {
         }
         let (window, sinks) = (softmax.window, softmax.sinks.map(Vec::as_slice));
         let num_heads = q.cols() / kv.keys.k;
-        let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads, kv.values.n);
+        let (threads, group, dim) = (self.team.working(), num_heads / kv.heads, kv.values.n);
         assert!(
             q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads) && out.cols() == num_heads * dim
         );
@@ -260,9 +260,9 @@ impl Attend for Cpu {
         let (value_rows, value_stride) = (value.unwrap_or(key), if value.is_some() { values.n } else { keys.k });
         // One worker stores all positions of a block: neighbours share words.
         let store = |worker: usize, workers: usize| {
-            for span in &batch.spans {
+            for (i, span) in batch.spans.iter().enumerate() {
                 for (t, position) in span.rows.clone().zip(span.start..) {
-                    if position / BLOCK_SIZE % workers != worker {
+                    if (i + position / BLOCK_SIZE) % workers != worker {
                         continue;
                     }
                     let block = batch.slot(span, position) / BLOCK_SIZE;

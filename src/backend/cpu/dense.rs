@@ -12,7 +12,7 @@ use crate::backend::Dense;
 use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
 use crate::kernel::{ActivationRows, Kernel, Rows, Start};
-use crate::machine::workers::{Claims, Cut, Shared};
+use crate::machine::workers::{Claimant, Claims, Cut, Shared};
 use crate::model::{Activation, GateActivation};
 
 /// Tiles that go through the kernel together.
@@ -91,7 +91,8 @@ impl Cpu {
             // SAFETY: after the barrier no worker writes rows.
             #[allow(unsafe_code)]
             let x = |tokens| unsafe { prepared.rows(tokens) };
-            while let Some(run) = claims.next(Cut::DEFAULT, worker.count, total) {
+            let mut claimant = Claimant::new(worker.index);
+            while let Some(run) = claims.next(&mut claimant, Cut::DEFAULT, worker.count, total) {
                 let mut before = 0;
                 for (w, output) in &jobs {
                     let tiles = w.layout.tiles();
@@ -114,7 +115,7 @@ impl Cpu {
         let (x_head, out_head, cols) = (x.cols() / w.heads, out.cols() / w.heads, out.cols());
         assert!(rows == out.rows() && x_at + layout.k <= x_head && out_at + layout.n <= out_head);
         let output = Output { data: Shared::new(out.data_mut()), cols, bias: None, write: Write::Set };
-        let parts = if w.heads.is_multiple_of(self.team.threads()) { 1 } else { layout.tiles().div_ceil(TILES) };
+        let parts = if w.heads.is_multiple_of(self.team.working()) { 1 } else { layout.tiles().div_ceil(TILES) };
         let scratch = &self.scratch;
         self.team.run(&|worker| {
             let Scratch { values: y, activations, .. } = &mut *lock(&scratch[worker.index]);

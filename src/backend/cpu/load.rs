@@ -35,6 +35,15 @@ impl Cpu {
         Ok(buffer)
     }
 
+    /// Weights `[n, k]` of no model, to time products with.
+    pub(crate) fn sample(&self, n: usize, k: usize, precision: Precision) -> Result<Linear> {
+        let layout = MatrixLayout::new(n, k, precision)?;
+        let mut tiles = self.tiles(1, &layout)?;
+        // Written: pages that are only read may all be one.
+        self.team.each_share(&mut tiles, 1, |_, _, part| part.fill(0x11));
+        Ok(Linear { layout, tiles, bias: None })
+    }
+
     /// Packed weights of equal `heads`, from the rows of all.
     fn heads(&self, heads: usize, weight: HostTensor<'_>) -> Result<Heads> {
         let layout = MatrixLayout::new(weight.rows() / heads, weight.cols(), Precision::Bf16)?;

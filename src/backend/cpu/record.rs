@@ -1,12 +1,39 @@
-//! Steering; the CPU records no passes and keeps no times.
+//! Steering, and times of dispatches; the CPU records no passes.
 
 use super::Cpu;
 use crate::Result;
+use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
-use crate::backend::{Addition, Record};
+use crate::backend::{Addition, Hooks, OpTime, Record};
+use crate::machine::workers::DispatchTimes;
 
 impl Record for Cpu {
     type Additions = Vec<Addition<Vec<f32>>>;
+
+    fn replay(&self, batch: &Batch, _: Hooks, pass: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
+        self.team.fit(batch.len());
+        pass().map(|()| false)
+    }
+
+    fn profiling(&self, on: bool) {
+        self.team.timing(on);
+    }
+
+    fn take_profile(&self) -> Result<Vec<OpTime>> {
+        let (all, times) = self.team.take_times();
+        let mut ops: Vec<OpTime> = times
+            .iter()
+            .map(|&DispatchTimes { name, dispatches, work, .. }| OpTime { name, launches: dispatches, seconds: work })
+            .collect();
+        let sum = |of: fn(&DispatchTimes) -> f64| times.iter().map(of).sum::<f64>();
+        let launches = times.iter().map(|times| times.dispatches).sum();
+        let (handover, waiting) = (sum(|times| times.handover), sum(|times| times.waiting));
+        ops.push(OpTime { name: "hand-over to workers", launches, seconds: handover });
+        ops.push(OpTime { name: "waiting for the slowest worker", launches, seconds: waiting });
+        let dispatched = sum(|times| times.work) + handover + waiting;
+        ops.push(OpTime { name: "one thread alone", launches, seconds: all - dispatched });
+        Ok(ops)
+    }
 
     fn additions(&self, _layers: usize) -> Result<Vec<Addition<Vec<f32>>>> {
         Ok(Vec::new())

@@ -1,6 +1,7 @@
 //! Choosing experts: logits, scores, groups, top-k, weights. All in f32.
 
 use std::cmp::Ordering;
+use std::ops::Range;
 
 use super::Cpu;
 use super::load::RouterWeights;
@@ -10,6 +11,9 @@ use crate::backend::{Route, Routing};
 use crate::kernel::Rows;
 use crate::machine::workers::Shared;
 use crate::model::{GroupScore, Groups, Router, Scoring};
+
+/// Tokens up to which workers share the experts: with few tokens each, all would read all weights.
+const FEW_TOKENS: usize = 64;
 
 impl Route for Cpu {
     type Routing = Routing;
@@ -47,25 +51,47 @@ impl Route for Cpu {
                 weights.iter_mut().zip(&*ids).for_each(|(weight, &id)| *weight *= scale[id as usize]);
             }
         };
+        let w = &w.weight;
         if tokens == 1 {
             // The workers share the experts, so that every core reads a part of the weights.
             self.team.each_share(logits, 1, |_, mine, logits| {
-                let w = Rows::new(&w.weight[mine.start * k..mine.end * k], mine.len(), k);
+                let w = Rows::new(&w[mine.start * k..mine.end * k], mine.len(), k);
                 kernel.dot_f32(w, Rows::new(x.data(), 1, k), logits);
             });
             return choose(logits, &mut out.ids, &mut out.weights);
         }
         let (ids, weights) = (Shared::new(&mut out.ids), Shared::new(&mut out.weights));
-        self.team.each_share(logits, experts, |_, mine, logits| {
-            let x = Rows::new(&x.data()[mine.start * k..mine.end * k], mine.len(), k);
-            kernel.dot_f32(Rows::new(&w.weight, experts, k), x, logits);
-            for (t, logits) in mine.zip(logits.chunks_exact_mut(experts)) {
+        let choose_all = |tokens: Range<usize>, logits: &mut [f32]| {
+            for (t, logits) in tokens.zip(logits.chunks_exact_mut(experts)) {
                 let chosen = t * router.top_k..(t + 1) * router.top_k;
                 // SAFETY: workers have disjoint shares of the tokens.
                 #[allow(unsafe_code)]
                 let (ids, weights) = unsafe { (ids.slice_mut(chosen.clone()), weights.slice_mut(chosen)) };
                 choose(logits, ids, weights);
             }
+        };
+        if tokens <= FEW_TOKENS {
+            let logits = Shared::new(logits);
+            return self.team.run(&|worker| {
+                let mine = worker.share(experts);
+                let w = Rows::new(&w[mine.start * k..mine.end * k], mine.len(), k);
+                for t in 0..if mine.is_empty() { 0 } else { tokens } {
+                    // SAFETY: an expert is in one worker's share.
+                    #[allow(unsafe_code)]
+                    let logits = unsafe { logits.slice_mut(t * experts + mine.start..t * experts + mine.end) };
+                    kernel.dot_f32(w, Rows::new(x.row(t), 1, k), logits);
+                }
+                worker.barrier();
+                let mine = worker.share(tokens);
+                // SAFETY: after the barrier a token's logits belong to the worker in whose share it is.
+                #[allow(unsafe_code)]
+                choose_all(mine.clone(), unsafe { logits.slice_mut(mine.start * experts..mine.end * experts) });
+            });
+        }
+        self.team.each_share(logits, experts, |_, mine, logits| {
+            let x = Rows::new(&x.data()[mine.start * k..mine.end * k], mine.len(), k);
+            kernel.dot_f32(Rows::new(w, experts, k), x, logits);
+            choose_all(mine, logits);
         });
     }
 

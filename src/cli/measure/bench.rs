@@ -41,7 +41,7 @@ pub struct Workload {
     pub batches: Vec<usize>,
     /// Runs of each row; the median counts.
     pub runs: usize,
-    /// Whether to time each GPU kernel.
+    /// Whether to time each kernel of a GPU, or each family of ops of the CPU.
     pub ops: bool,
 }
 
@@ -114,6 +114,7 @@ pub fn run(
     // As the engine's thread does; not pinned is slower, not wrong.
     let _ = loaded.team.pin_caller();
     let bytes = BANDWIDTH_BYTES.min((topology::available_bytes() / 4) as usize);
+    loaded.team.fit(1);
     let bandwidth = read_bandwidth(&loaded.team, bytes, Pages::Huge, 5)?;
     let rates = loaded.model.rates()?;
     let mut bench = Bench::new(&mut loaded, speed(bandwidth, rates.as_ref()), rates.is_some(), workload.ops);
@@ -141,7 +142,8 @@ fn machine(topology: &Topology, loaded: &Loaded, read_gb_per_s: f64, rates: Opti
     MachineReport {
         cpu: topology.cpu_model.clone(),
         cores: topology.cores.len(),
-        threads: loaded.team.threads(),
+        threads: loaded.team.crews().few,
+        prefill_threads: loaded.team.crews().many,
         simd: loaded.kernel.simd().to_string(),
         memory_gib: gib(topology.total_bytes),
         read_gb_per_s,

@@ -3,12 +3,15 @@
 mod gpu;
 
 use std::path::Path;
+use std::sync::Arc;
 
+use moebius_cache::Precision;
 use moebius_cache::format::ExpertCache;
 
 use crate::config::EngineConfig;
 use crate::kernel::{self, Simd};
 use crate::load::components::components;
+use crate::load::crews;
 use crate::load::plan::UNUSED_DRAFTS;
 use crate::load::{Description, ModelFolder};
 use crate::machine::heap::Heap;
@@ -36,6 +39,7 @@ pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) ->
         cpu(topology),
         simd(&kernel::available(), topology::cpu_has_amx()),
         cores(topology),
+        threads(topology, bandwidth_bytes),
         neighbours(Path::new(SCHEDSTAT)),
         smt(topology),
         quota(topology),
@@ -88,12 +92,24 @@ fn simd(available: &[Simd], cpu_has_amx: bool) -> Finding {
 }
 
 fn cores(topology: &Topology) -> Finding {
-    let mut value =
-        format!("{} usable, {} worker threads by default", topology.cores.len(), topology.default_threads());
+    let mut value = format!("{} usable, {} workers at most", topology.cores.len(), topology.default_threads());
     if !topology.isolated.is_empty() {
         value += &format!("; {} isolated CPUs are not used", topology.isolated.len());
     }
     finding("physical cores", value, None)
+}
+
+/// How many workers are fastest.
+fn threads(topology: &Topology, bytes: usize) -> Finding {
+    let measure = || {
+        let team = Arc::new(Team::on_nodes(&topology.seats(topology.default_threads()))?);
+        match team.threads() {
+            few @ ..=crews::NO_CHOICE => Ok(format!("{few} by default")),
+            _ => crews::measure(&team, kernel::best(), Precision::int4(32), bytes.min(crews::SAMPLE_BYTES))
+                .map(|choice| choice.to_string()),
+        }
+    };
+    finding("threads", measure().unwrap_or_else(|error: crate::Error| format!("not measured: {error}")), None)
 }
 
 /// Whether the kernel counts the time that a thread waits for its core.

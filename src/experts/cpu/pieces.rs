@@ -7,7 +7,7 @@ use bytemuck::Zeroable;
 use super::tuning::Tuning;
 use crate::experts::ExpertMemory;
 use crate::kernel::fetch;
-use crate::machine::workers::{Claims, Worker};
+use crate::machine::workers::{Claimant, Claims, Worker};
 
 /// Tokens whose arithmetic takes as long as reading the weights does: what a tile costs is this plus its tokens.
 pub(super) const READ_COST: usize = 8;
@@ -40,9 +40,10 @@ pub(super) struct LayerWork<'a> {
 #[derive(Clone)]
 pub(super) struct Pieces<'s> {
     work: &'s LayerWork<'s>,
-    phase: usize, // 0: gate and up, 1: down
-    own: usize,   // the worker's node
-    turn: usize,  // nodes whose tiles are all taken
+    phase: usize,               // 0: gate and up, 1: down
+    own: usize,                 // the worker's node
+    turn: usize,                // nodes whose tiles are all taken
+    claimant: Option<Claimant>, // on the next one
     run: Range<usize>,
     expert: usize,      // index into the active ones: the next of this run
     left: Range<usize>, // tiles of the one before it
@@ -58,7 +59,7 @@ pub(super) struct Piece<'s> {
 
 impl<'s> Pieces<'s> {
     pub(super) fn new(work: &'s LayerWork<'s>, phase: usize, own: usize) -> Self {
-        Self { work, phase, own, turn: 0, run: 0..0, expert: work.active.len(), left: 0..0 }
+        Self { work, phase, own, turn: 0, claimant: None, run: 0..0, expert: work.active.len(), left: 0..0 }
     }
 
     /// The node whose slice the run is of, and the tiles of that.
@@ -117,9 +118,10 @@ impl<'s> Pieces<'s> {
                 0 => (tuning.gate_cut, (last.cost + last.tile_cost()) * slice.len()),
                 _ => (tuning.down_cut, slice.len()),
             };
-            match claims[node][self.phase].next(cut, workers, total) {
+            let claimant = self.claimant.get_or_insert(Claimant::new(worker.index));
+            match claims[node][self.phase].next(claimant, cut, workers, total) {
                 Some(run) => (self.run, self.expert) = (run, 0),
-                None => self.turn += 1,
+                None => (self.turn, self.claimant) = (self.turn + 1, None),
             }
         }
     }

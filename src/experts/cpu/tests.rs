@@ -188,7 +188,8 @@ fn bits_do_not_depend_on_nodes() {
             for workers in [&[1, 1][..], &[1, 3], &[2, 1, 1], &[1; 8]] {
                 let cpus = Topology::read().worker_cpus(workers.iter().sum());
                 let nodes = workers.iter().enumerate().flat_map(|(node, &count)| std::iter::repeat_n(node, count));
-                let seats: Vec<Seat> = cpus.into_iter().zip(nodes).map(|(cpu, node)| Seat { cpu, node }).collect();
+                let seats = cpus.into_iter().zip(nodes).enumerate();
+                let seats: Vec<Seat> = seats.map(|(turn, (cpu, node))| Seat { cpu, node, turn }).collect();
                 let team = Arc::new(Team::on_nodes(&seats).unwrap());
                 let memory =
                     ExpertMemory::copied(store(hidden, intermediate, precision), &team, &[], &|_, _| ()).unwrap();

@@ -29,7 +29,8 @@ fn store() -> Arc<ExpertCache> {
 fn team(workers: &[usize]) -> Team {
     let cpus = Topology::read().worker_cpus(workers.iter().sum());
     let nodes = workers.iter().enumerate().flat_map(|(node, &count)| std::iter::repeat_n(node, count));
-    Team::on_nodes(&cpus.into_iter().zip(nodes).map(|(cpu, node)| Seat { cpu, node }).collect::<Vec<_>>()).unwrap()
+    let seats = cpus.into_iter().zip(nodes).enumerate();
+    Team::on_nodes(&seats.map(|(turn, (cpu, node))| Seat { cpu, node, turn }).collect::<Vec<_>>()).unwrap()
 }
 
 #[test]

@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+use super::{GROUP, Line};
+
 /// How work is cut into runs: a part of it first, in as many equal runs as there are workers, for long sequential
 /// reads; then the same part of the rest, and so on, so that cores of unequal speed finish together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,32 +18,67 @@ pub struct Cut {
 impl Cut {
     /// The last runs are a 32nd of a worker's share.
     pub const DEFAULT: Cut = Cut { levels: 6, halvings: 1 };
+
+    /// Where run `run` of `0..total` begins, where `workers` share it.
+    fn start(self, run: usize, workers: usize, total: usize) -> usize {
+        let (level, i) = ((run / workers) as u32, run % workers);
+        let left = total >> (self.halvings * level.min(self.levels - 1));
+        match level + 1 {
+            next if next > self.levels => total,
+            next if next == self.levels => total - left + left * i / workers,
+            _ => total - left + (left - (left >> self.halvings)) * i / workers,
+        }
+    }
 }
 
-/// Work that workers take in runs, see [`Cut`].
+/// Groups of workers at most; those of larger teams are larger.
+const GROUPS: usize = 16;
+
+/// Work that workers take in runs, see [`Cut`]. Each group of neighbours has its part of the work and a counter of its
+/// own, because a counter that all write is passed from core to core; who finds its group's part taken helps the next.
 #[derive(Default)]
-#[repr(align(128))]
-pub struct Claims(AtomicUsize);
+pub struct Claims([Line<AtomicUsize>; GROUPS]);
+
+/// Where one worker claims.
+#[derive(Clone, Copy, Debug)]
+pub struct Claimant {
+    own: usize,   // its number
+    taken: usize, // groups whose part is taken, its own first
+}
+
+impl Claimant {
+    /// The worker of a number.
+    pub fn new(own: usize) -> Self {
+        Self { own, taken: 0 }
+    }
+}
 
 impl Claims {
     /// Nothing is taken any more.
     pub fn reset(&mut self) {
-        *self.0.get_mut() = 0;
+        self.0.iter_mut().for_each(|counter| *counter.0.get_mut() = 0);
     }
 
     /// The next run of `0..total`, possibly empty, where `workers` share it; `None`: all is taken.
-    pub fn next(&self, cut: Cut, workers: usize, total: usize) -> Option<Range<usize>> {
-        let run = self.0.fetch_add(1, Relaxed);
-        let start = |run: usize| {
-            let (level, i) = ((run / workers) as u32, run % workers);
-            let left = total >> (cut.halvings * level.min(cut.levels - 1));
-            match level + 1 {
-                next if next > cut.levels => total,
-                next if next == cut.levels => total - left + left * i / workers,
-                _ => total - left + (left - (left >> cut.halvings)) * i / workers,
+    pub fn next(&self, claimant: &mut Claimant, cut: Cut, workers: usize, total: usize) -> Option<Range<usize>> {
+        let groups = workers.div_ceil(GROUP).min(GROUPS);
+        let own = ((claimant.own % workers + 1) * groups - 1) / workers;
+        while claimant.taken < groups {
+            let group = (own + claimant.taken) % groups;
+            let (from, to) = (workers * group / groups, workers * (group + 1) / groups);
+            let (first, last) = (total * from / workers, total * to / workers);
+            let (counter, runs) = (&self.0[group].0, (to - from) * cut.levels as usize);
+            // Looked at first: a counter that is only read stays in every core's cache.
+            if counter.load(Relaxed) < runs {
+                let run = counter.fetch_add(1, Relaxed);
+                if run < runs {
+                    let start = |run| first + cut.start(run, to - from, last - first);
+                    return Some(start(run)..start(run + 1));
+                }
             }
-        };
-        (run < workers * cut.levels as usize).then(|| start(run)..start(run + 1))
+            claimant.taken += 1;
+        }
+        None
     }
 }
 
@@ -51,9 +88,10 @@ mod tests {
 
     #[test]
     fn claims_cover_everything_once_in_runs_that_shrink() {
-        for (workers, total) in [(1, 1), (1, 1000), (2, 7), (3, 100), (16, 128), (16, 100_000), (5, 0)] {
-            let claims = Claims::default();
-            let runs: Vec<_> = std::iter::from_fn(|| claims.next(Cut::DEFAULT, workers, total)).collect();
+        for (workers, total) in [(1, 1), (1, 1000), (2, 7), (3, 100), (8, 128), (8, 100_000), (5, 0)] {
+            let (claims, mut claimant) = (Claims::default(), Claimant::new(0));
+            let runs: Vec<_> =
+                std::iter::from_fn(|| claims.next(&mut claimant, Cut::DEFAULT, workers, total)).collect();
             assert_eq!((runs[0].start, runs[runs.len() - 1].end), (0, total));
             assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start));
             let longest = |runs: &[Range<usize>]| runs.iter().map(|run| run.len()).max().unwrap_or(0);
@@ -61,6 +99,25 @@ mod tests {
                 longest(&runs[runs.len() - workers..]) <= longest(&runs[..workers]).div_ceil(8).max(1),
                 "{workers}, {total}"
             );
+        }
+    }
+
+    #[test]
+    fn groups_take_their_own_part_first_and_then_the_others() {
+        for (workers, total) in [(9, 5), (16, 100_000), (17, 1000), (64, 128), (200, 77_777)] {
+            let claims = Claims::default();
+            let mut claimants: Vec<Claimant> = (0..workers).map(Claimant::new).collect();
+            let mut take = |i: usize| claims.next(&mut claimants[i], Cut::DEFAULT, workers, total);
+            // Everybody once: the first runs are each worker's own.
+            let mut runs: Vec<Range<usize>> = (0..workers).filter_map(&mut take).collect();
+            assert_eq!(runs.len(), workers);
+            assert!(runs.windows(2).all(|pair| pair[0].start <= pair[1].start), "{workers}, {total}");
+            // One worker does all the rest.
+            runs.extend(std::iter::from_fn(|| take(workers / 2)));
+            runs.sort_by_key(|run| (run.start, run.end));
+            assert_eq!((runs[0].start, runs[runs.len() - 1].end), (0, total));
+            assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start), "{workers}, {total}");
+            assert!((0..workers).all(|i| take(i).is_none()));
         }
     }
 }

@@ -3,14 +3,15 @@
 //! Each worker tells how long it wanted to run and did not, as the kernel counts it. Worker 0 looks at that between
 //! dispatches. A worker that is denied more of its time than its absence would cost the team is left out, for
 //! half a second at first, then for longer, up to four; at most half of the team rests. Where worker 0's own core is
-//! taken, it moves to the core of another, which rests in its place.
+//! taken, it moves to the core of another, which rests in its place. Seats that take no part (`crews`) are taken first:
+//! one of them comes for each worker that rests.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use super::{Line, Post, RESTING, State, pin};
+use super::{Crews, Line, Post, RESTING, State, pin};
 use crate::machine::topology::Seat;
 
 /// How often worker 0 looks, and each worker reads its clock.
@@ -61,6 +62,7 @@ struct SeatRecord {
     since: Instant, // when it last came back, or went to rest
     rest: Duration, // its next one
     resting: bool,
+    takes_part: bool,
 }
 
 pub(super) struct Roster {
@@ -68,13 +70,76 @@ pub(super) struct Roster {
     clock: Option<Clock>, // of the thread that owns the team, once it is pinned
     records: Vec<SeatRecord>,
     caller_at: usize, // the seat whose core worker 0 is on
+    pub(super) crews: Crews,
+    pub(super) order: Vec<usize>, // in which seats are taken, the caller's first
+    wanted: usize,                // workers of the next dispatch
+    late: bool,                   // one that should take part has not noticed yet that it did not
 }
 
 impl Roster {
     pub(super) fn new(seats: &[Seat]) -> Self {
         let now = Instant::now();
-        let record = SeatRecord { wanted_ns: 0, denied_ns: 0, since: now, rest: REST.0, resting: false };
-        Self { next_look: now, clock: None, records: vec![record; seats.len()], caller_at: 0 }
+        let record =
+            SeatRecord { wanted_ns: 0, denied_ns: 0, since: now, rest: REST.0, resting: false, takes_part: true };
+        let mut roster = Self {
+            next_look: now,
+            clock: None,
+            records: vec![record; seats.len()],
+            caller_at: 0,
+            crews: Crews::all(seats.len()),
+            order: Vec::new(),
+            wanted: seats.len(),
+            late: false,
+        };
+        roster.set_crews(roster.crews, seats);
+        roster
+    }
+
+    pub(super) fn set_crews(&mut self, crews: Crews, seats: &[Seat]) {
+        let (all, stride) = (seats.len(), crews.stride.max(1));
+        self.crews = Crews { few: crews.few.clamp(1, all), many: crews.many.clamp(1, all), stride };
+        self.order = (0..all).collect();
+        let place = |cpu: usize| (cpu % stride + stride - seats[0].cpu % stride) % stride;
+        self.order.sort_by_key(|&seat| (seat != 0, place(seats[seat].cpu), seats[seat].turn));
+        self.late = true;
+    }
+
+    /// As many workers take part from the next dispatch on.
+    pub(super) fn want(&mut self, state: &State, workers: usize) {
+        if workers != self.wanted || self.late {
+            self.wanted = workers;
+            self.assign(state);
+        }
+    }
+
+    /// Decides who takes part. Called while all workers wait.
+    fn assign(&mut self, state: &State) {
+        let mut left = self.wanted;
+        for &seat in &self.order {
+            let record = &mut self.records[seat];
+            record.takes_part = !record.resting && left > 0;
+            left -= usize::from(record.takes_part);
+        }
+        self.late = false;
+        let step = state.start.0.get();
+        for (record, Line(post)) in self.records.iter_mut().zip(&state.posts).skip(1) {
+            match (record.takes_part, post.rank.load(Relaxed) == RESTING) {
+                (false, _) => post.rank.store(RESTING, Relaxed),
+                (true, false) => {}
+                (true, true) if post.resting.get() == 0 => self.late = true,
+                (true, true) => {
+                    (record.wanted_ns, record.denied_ns) = (post.wanted_ns.load(Relaxed), post.denied_ns.load(Relaxed));
+                    post.rank.store(0, Relaxed);
+                    post.resume.store(step, Relaxed);
+                }
+            }
+        }
+        state.rank();
+        for Line(post) in &state.posts[1..] {
+            if post.rank.load(Relaxed) != RESTING && post.resting.get() == 1 {
+                post.resting.set(0);
+            }
+        }
     }
 
     /// The calling thread is worker 0 from now on, on the first seat. What was counted before, with a caller that got
@@ -91,6 +156,9 @@ impl Roster {
 
     /// Between two dispatches: who comes back, and who rests.
     pub(super) fn look(&mut self, state: &State, seats: &[Seat]) {
+        if self.late {
+            self.assign(state);
+        }
         // A caller that is not pinned may be what holds a worker up.
         let Some(clock) = &mut self.clock else { return };
         let now = Instant::now();
@@ -117,7 +185,7 @@ impl Roster {
         let (post, working) = (&state.posts[seat].0, state.active.load(Relaxed));
         let record = &mut self.records[seat];
         let (wanted, denied) = (post.wanted_ns.load(Relaxed), post.denied_ns.load(Relaxed));
-        if record.resting || wanted.saturating_sub(record.wanted_ns) < WINDOW_NS {
+        if !record.takes_part || wanted.saturating_sub(record.wanted_ns) < WINDOW_NS {
             return false;
         }
         let share = denied.saturating_sub(record.denied_ns) as f64 / (wanted - record.wanted_ns) as f64;
@@ -143,10 +211,9 @@ impl Roster {
         }
         let mut rests = seat;
         if seat == 0 {
-            let working = |&other: &usize| !self.records[other].resting;
-            let near = |&other: &usize| seats[other].node == seats[self.caller_at].node;
-            let others = || (1..seats.len()).rev().filter(working);
-            let Some(other) = others().find(near).or_else(|| others().next()) else { return };
+            let far = |other: usize| seats[other].node != seats[self.caller_at].node;
+            let others = (1..seats.len()).rev().filter(|&other| !self.records[other].resting);
+            let Some(other) = others.min_by_key(|&other| (self.records[other].takes_part, far(other))) else { return };
             if pin(seats[other].cpu).is_err() {
                 return;
             }
@@ -157,8 +224,7 @@ impl Roster {
         let again = now < record.since + 2 * REST.0;
         record.rest = if again { (2 * record.rest).min(REST.1) } else { REST.0 };
         (record.resting, record.since) = (true, now);
-        state.posts[rests].0.rank.store(RESTING, Relaxed);
-        state.rank();
+        self.assign(state);
     }
 
     fn bring_back(&mut self, state: &State, seats: &[Seat], seat: usize, now: Instant) {
@@ -172,11 +238,7 @@ impl Roster {
         }
         let record = &mut self.records[seat];
         (record.resting, record.since) = (false, now);
-        (record.wanted_ns, record.denied_ns) = (post.wanted_ns.load(Relaxed), post.denied_ns.load(Relaxed));
-        post.rank.store(0, Relaxed);
-        state.rank();
-        post.resume.store(state.start.0.get(), Relaxed);
-        post.resting.set(0);
+        self.assign(state);
     }
 
     /// Seats that rest.
@@ -190,9 +252,10 @@ impl State {
     pub(super) fn rank(&self) {
         self.per_node.iter().for_each(|count| count.store(0, Relaxed));
         let mut working = 0;
-        for Post { rank, node, .. } in self.posts.iter().map(|post| &post.0) {
+        for (seat, Line(Post { rank, node, .. })) in self.posts.iter().enumerate() {
             if rank.load(Relaxed) != RESTING {
                 rank.store(working, Relaxed);
+                self.seats[working as usize].store(seat as u32, Relaxed);
                 self.per_node[*node].fetch_add(1, Relaxed);
                 working += 1;
             }
@@ -211,8 +274,12 @@ mod tests {
 
     #[test]
     fn whoever_rests_is_left_out_and_comes_back() {
-        let seats: Vec<Seat> =
-            Topology::read().worker_cpus(4).iter().enumerate().map(|(i, &cpu)| Seat { cpu, node: i / 2 }).collect();
+        let seats: Vec<Seat> = Topology::read()
+            .worker_cpus(4)
+            .iter()
+            .enumerate()
+            .map(|(i, &cpu)| Seat { cpu, node: i / 2, turn: i })
+            .collect();
         let team = Team::on_nodes(&seats).unwrap();
         let run = |expected: &[usize]| {
             for _ in 0..50 {

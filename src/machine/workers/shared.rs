@@ -9,6 +9,7 @@ use super::{Team, Worker};
 impl Team {
     /// `work(worker, rows, part)` on every worker, with its even share of the rows of `out` [rows, cols] and their
     /// elements. Panics: the last row is cut off.
+    #[track_caller]
     pub fn each_share<T: Send + Sync>(
         &self,
         out: &mut [T],
@@ -27,6 +28,7 @@ impl Team {
     }
 
     /// `work(i, chunk)` for every chunk of `cols` elements of `out`, on all workers. Panics: the last one is cut off.
+    #[track_caller]
     pub fn each_chunk<T: Send + Sync>(&self, out: &mut [T], cols: usize, work: impl Fn(usize, &mut [T]) + Sync) {
         self.each_share(out, cols, |_, mine, part| {
             mine.zip(part.chunks_exact_mut(cols)).for_each(|(i, chunk)| work(i, chunk));

@@ -32,8 +32,10 @@ pub struct MachineReport {
     pub cpu: String,
     /// Physical cores this process may use.
     pub cores: usize,
-    /// Worker threads.
+    /// Worker threads of passes of few rows, as in decode.
     pub threads: usize,
+    /// Worker threads of other passes.
+    pub prefill_threads: usize,
     /// Instruction set of the kernels.
     pub simd: String,
     /// RAM of the machine.
@@ -108,15 +110,16 @@ pub struct Measurement {
     pub share_of_limit: f64,
     /// Weights read from RAM per second, by the CPU or the GPU.
     pub ram_gb_per_s: f64,
-    /// Time of each kernel, if requested.
+    /// Time of each kernel, or of each family of ops on the CPU, if requested.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ops: Vec<KernelTime>,
 }
 
-/// Time of the kernels of one name in one pass. Timing keeps them from overlapping.
+/// Time of the kernels of one name in one pass. Timing keeps them from overlapping. On the CPU: the dispatches of one
+/// family of ops, in the mean of the workers, and what these wait for.
 #[derive(Debug, Serialize)]
 pub struct KernelTime {
-    /// Name of the kernel.
+    /// Name of the kernel, or of the family of ops.
     pub name: &'static str,
     /// Number of launches.
     pub launches: usize,
@@ -126,8 +129,9 @@ pub struct KernelTime {
 
 impl std::fmt::Display for BenchReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let MachineReport { cpu, threads, simd, memory_gib, read_gb_per_s, gpu, .. } = &self.machine;
-        writeln!(f, "{cpu}, {threads} threads, {simd}, {memory_gib:.0} GiB, reads {read_gb_per_s:.1} GB/s")?;
+        let MachineReport { cpu, threads, prefill_threads, simd, memory_gib, read_gb_per_s, gpu, .. } = &self.machine;
+        let prompts = if prefill_threads == threads { "" } else { &format!(" ({prefill_threads} for prompts)") };
+        writeln!(f, "{cpu}, {threads} threads{prompts}, {simd}, {memory_gib:.0} GiB, reads {read_gb_per_s:.1} GB/s")?;
         if let Some(GpuReport { name, memory_gb_per_s, link_gb_per_s, tflops, taken_gib, .. }) = gpu {
             writeln!(
                 f,
@@ -165,7 +169,7 @@ impl std::fmt::Display for BenchReport {
         }
         for r in self.rows.iter().filter(|r| !r.ops.is_empty()) {
             let all: f64 = r.ops.iter().map(|op| op.us).sum();
-            writeln!(f, "\n{} of {} tokens, batch {}: {all:.0} us of kernels", r.phase, r.tokens, r.batch)?;
+            writeln!(f, "\n{} of {} tokens, batch {}: {all:.0} us", r.phase, r.tokens, r.batch)?;
             for KernelTime { name, launches, us } in &r.ops {
                 writeln!(f, "{name:36} {launches:>6} {us:>10.1} us {:>5.1}%", 100.0 * us / all)?;
             }
