@@ -39,6 +39,7 @@ pub use kv::Kv;
 #[cfg(feature = "cuda")]
 pub(crate) use load::packed;
 pub use load::{DeltaNet, Embedding, LatentUp, Linear};
+pub(crate) use record::op_times;
 pub use recur::State;
 pub use select::{Chosen, Index};
 

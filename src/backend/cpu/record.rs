@@ -5,7 +5,7 @@ use crate::Result;
 use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
 use crate::backend::{Addition, Hooks, OpTime, Record};
-use crate::machine::workers::DispatchTimes;
+use crate::machine::workers::{DispatchTimes, Team};
 
 impl Record for Cpu {
     type Additions = Vec<Addition<Vec<f32>>>;
@@ -20,19 +20,7 @@ impl Record for Cpu {
     }
 
     fn take_profile(&self) -> Result<Vec<OpTime>> {
-        let (all, times) = self.team.take_times();
-        let mut ops: Vec<OpTime> = times
-            .iter()
-            .map(|&DispatchTimes { name, dispatches, work, .. }| OpTime { name, launches: dispatches, seconds: work })
-            .collect();
-        let sum = |of: fn(&DispatchTimes) -> f64| times.iter().map(of).sum::<f64>();
-        let launches = times.iter().map(|times| times.dispatches).sum();
-        let (handover, waiting) = (sum(|times| times.handover), sum(|times| times.waiting));
-        ops.push(OpTime { name: "hand-over to workers", launches, seconds: handover });
-        ops.push(OpTime { name: "waiting for the slowest worker", launches, seconds: waiting });
-        let dispatched = sum(|times| times.work) + handover + waiting;
-        ops.push(OpTime { name: "one thread alone", launches, seconds: all - dispatched });
-        Ok(ops)
+        Ok(op_times(&self.team, "one thread alone"))
     }
 
     fn additions(&self, _layers: usize) -> Result<Vec<Addition<Vec<f32>>>> {
@@ -61,4 +49,19 @@ impl Record for Cpu {
             }
         });
     }
+}
+
+/// What the team's dispatches took since their times were last taken, what they waited for, and as `rest` all between
+/// them.
+pub(crate) fn op_times(team: &Team, rest: &'static str) -> Vec<OpTime> {
+    let (all, times) = team.take_times();
+    let op = |times: &DispatchTimes| OpTime { name: times.name, launches: times.dispatches, seconds: times.work };
+    let mut ops: Vec<OpTime> = times.iter().map(op).collect();
+    let launches = times.iter().map(|times| times.dispatches).sum();
+    let sum = |of: fn(&DispatchTimes) -> f64| times.iter().map(of).sum::<f64>();
+    let (work, handover, waiting) = (sum(|times| times.work), sum(|times| times.handover), sum(|times| times.waiting));
+    ops.push(OpTime { name: "hand-over to workers", launches, seconds: handover });
+    ops.push(OpTime { name: "waiting for the slowest worker", launches, seconds: waiting });
+    ops.push(OpTime { name: rest, launches, seconds: all - work - handover - waiting });
+    ops
 }

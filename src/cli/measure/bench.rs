@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use crate::backend::Rates;
 use crate::backend::batch::Batch;
+use crate::backend::cpu::op_times;
 use crate::config::EngineConfig;
 use crate::experts::Traffic;
 use crate::forward::block_pool::{BlockPool, BlockTable};
@@ -309,7 +310,18 @@ impl<'a> Bench<'a> {
     }
 
     fn profile(&mut self, batch: &Batch) -> Result<Vec<KernelTime>> {
-        let times = self.loaded.model.profile(batch)?;
+        let mut times = self.loaded.model.profile(batch)?;
+        if self.on_device {
+            // The CPU's side of a step as it is: recorded anew, and without marks.
+            let Loaded { model, team, .. } = &mut *self.loaded;
+            for pass in 0..3 {
+                team.timing(pass == 2);
+                model.forward(batch, None)?;
+                model.logits(&[batch.len() - 1])?;
+            }
+            times.extend(op_times(team, "no experts on the CPU"));
+            team.timing(false);
+        }
         Ok(times.into_iter().map(|t| KernelTime { name: t.name, launches: t.launches, us: 1e6 * t.seconds }).collect())
     }
 
