@@ -11,6 +11,7 @@ const WIDE: &[(&str, &str)] = &[
     ("benches/record", "measurements as programs wrote them"),
     ("demo/moe-", "checkpoints as transformers wrote them"),
     ("kernels/resources.txt", "written by scripts/kernel-resources"),
+    ("src/server/web/vendor", "libraries of others"),
     ("src/hub/gguf/tokenizer.rs", "regular expressions of tokenizers"),
     ("tests/clients/hermes.jinja", "a chat template of a model"),
     ("tests/content/models.rs", "chat templates of models"),

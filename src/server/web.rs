@@ -1,6 +1,7 @@
 //! The chat page at `/`: plain files in the binary, with headers that make untrusted text harmless.
 //!
-//! The files are in `web/`; `index.html` describes them.
+//! The files are in `web/`; `index.html` describes them. `web/vendor/` has libraries by others, written by
+//! `scripts/vendor-web`.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -19,36 +20,49 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::error::ApiError;
 
 /// Only the server's own files and API. No inline script or style, and no string becomes markup or code.
-const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
-                      base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for \
-                      'script'; trusted-types 'none'";
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; \
+                      connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; \
+                      require-trusted-types-for 'script'; trusted-types 'none'";
 
 macro_rules! files {
-    ($($name:literal)*) => { [$(($name, include_str!(concat!("web/", $name)))),*] };
+    ($($name:literal)*) => { [$(($name, include_bytes!(concat!("web/", $name)))),*] };
 }
 
-/// Name and text of every file.
-const FILES: &[(&str, &str)] = &files! {
+/// Name and content of every file.
+const FILES: &[(&str, &[u8])] = &files! {
     "index.html" "style.css" "messages.css" "favicon.svg" "theme.js" "app.js" "answers.js" "api.js" "composer.js"
-    "connection.js" "conversation.js" "dom.js" "highlight.js" "inline.js" "link.js" "markdown.js" "messages.js"
+    "connection.js" "conversation.js" "dom.js" "highlight.js" "link.js" "markdown.js" "math.js" "messages.js"
     "notices.js" "settings.js" "sidebar.js" "store.js"
+    "vendor/LICENSES" "vendor/highlight.js" "vendor/katex.css" "vendor/katex.js" "vendor/markdown-it.js"
+    "vendor/fonts/KaTeX_AMS-Regular.woff2" "vendor/fonts/KaTeX_Caligraphic-Bold.woff2"
+    "vendor/fonts/KaTeX_Caligraphic-Regular.woff2" "vendor/fonts/KaTeX_Fraktur-Bold.woff2"
+    "vendor/fonts/KaTeX_Fraktur-Regular.woff2" "vendor/fonts/KaTeX_Main-Bold.woff2"
+    "vendor/fonts/KaTeX_Main-BoldItalic.woff2" "vendor/fonts/KaTeX_Main-Italic.woff2"
+    "vendor/fonts/KaTeX_Main-Regular.woff2" "vendor/fonts/KaTeX_Math-BoldItalic.woff2"
+    "vendor/fonts/KaTeX_Math-Italic.woff2" "vendor/fonts/KaTeX_SansSerif-Bold.woff2"
+    "vendor/fonts/KaTeX_SansSerif-Italic.woff2" "vendor/fonts/KaTeX_SansSerif-Regular.woff2"
+    "vendor/fonts/KaTeX_Script-Regular.woff2" "vendor/fonts/KaTeX_Size1-Regular.woff2"
+    "vendor/fonts/KaTeX_Size2-Regular.woff2" "vendor/fonts/KaTeX_Size3-Regular.woff2"
+    "vendor/fonts/KaTeX_Size4-Regular.woff2" "vendor/fonts/KaTeX_Typewriter-Regular.woff2"
 };
 
 struct File {
-    text: &'static str,
+    content: &'static [u8],
     kind: &'static str, // content type
     etag: String,
 }
 
 static BY_NAME: LazyLock<HashMap<&str, File>> = LazyLock::new(|| {
-    let file = |&(name, text): &(&'static str, &'static str)| {
+    let file = |&(name, content): &(&'static str, &'static [u8])| {
         let kind = match name.rsplit('.').next() {
             Some("html") => "text/html; charset=utf-8",
             Some("css") => "text/css; charset=utf-8",
             Some("js") => "text/javascript; charset=utf-8",
-            _ => "image/svg+xml",
+            Some("svg") => "image/svg+xml",
+            Some("woff2") => "font/woff2",
+            _ => "text/plain; charset=utf-8",
         };
-        (name, File { text, kind, etag: format!("\"{:016x}\"", xxh3_64(text.as_bytes())) })
+        (name, File { content, kind, etag: format!("\"{:016x}\"", xxh3_64(content)) })
     };
     FILES.iter().map(file).collect()
 });
@@ -58,7 +72,7 @@ pub(super) fn router<S: Clone + Send + Sync + 'static>() -> Router<S> {
     Router::new()
         .route("/", get(async |headers: HeaderMap| answer(&BY_NAME["index.html"], &headers)))
         .route("/favicon.svg", get(async |headers: HeaderMap| answer(&BY_NAME["favicon.svg"], &headers)))
-        .route("/web/{name}", get(file))
+        .route("/web/{*name}", get(file))
 }
 
 async fn file(Path(name): Path<String>, uri: Uri, headers: HeaderMap) -> Response {
@@ -80,7 +94,7 @@ fn answer(file: &File, request: &HeaderMap) -> Response {
     if is_known(request, &file.etag) {
         return (StatusCode::NOT_MODIFIED, headers).into_response();
     }
-    (headers, [(CONTENT_TYPE, file.kind)], file.text).into_response()
+    (headers, [(CONTENT_TYPE, file.kind)], file.content).into_response()
 }
 
 fn is_known(request: &HeaderMap, etag: &str) -> bool {

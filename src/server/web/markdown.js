@@ -1,184 +1,96 @@
 // Markdown as DOM nodes, and `Prose`, which keeps an element in step with a text that grows.
 //
-// Blocks are told apart line by line; each top-level block is one child of the element. Only the last block can change
-// when text is appended, so only that one is rendered again, and what it had is patched rather than replaced:
-// selections and scroll stay.
+// markdown-it finds out what a text means; its tokens become nodes here, and text only ever becomes text nodes. Each
+// top-level block is one child of the element. Only the last block can change when text is appended, so only that one
+// is rendered again, and what it had is patched rather than replaced: selections and scroll stay.
 
+import MarkdownIt from "./vendor/markdown-it.js";
 import { highlight } from "./highlight.js";
-import { inline } from "./inline.js";
+import { anchor, safe } from "./link.js";
+import { mathRules, typeset } from "./math.js";
 
-const MAX_NESTING = 12;
-// No pattern has two neighbours that match the same characters: a hostile line costs no more than its length.
-const FENCE = /^\s*(`{3,}|~{3,}(?!~))([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})(?:\s(.*))?$/;
-const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
-const QUOTE = /^ {0,3}> ?/;
-const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
-const MATH = /^\s*(\$\$|\\\[)/;
-const ALIGNMENT = /^\|?\s*:?-+:?(?:\s*\|\s*:?-+:?)*\s*\|?$/;
+const MAX_NESTING = 30;
 const TASK = /^\[([ xX])\] /;
+const BREAK = /<br\s*\/?>/iy;
 
-/** Blocks of `lines`, each with the index of its first line. */
-export function blocks(lines, depth = 0) {
-  const out = [];
-  for (let i = 0; i < lines.length; ) {
-    if (!lines[i].trim()) {
-      i++;
-      continue;
-    }
-    const [block, next] = readBlock(lines, i, depth);
-    out.push({ ...block, line: i });
-    i = next;
+const markdown = new MarkdownIt({ linkify: true })
+  // What models hardly ever mean: code by its indent, headings by a line below, and addresses that are elsewhere.
+  .disable(["code", "lheading", "reference"])
+  .use(mathRules);
+markdown.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
+markdown.validateLink = (address) => safe(address) !== null;
+markdown.normalizeLink = (address) => safe(address) ?? address;
+markdown.normalizeLinkText = (address) => address;
+// The one tag that models write within a table's cell.
+markdown.inline.ruler.before("autolink", "br", (state, silent) => {
+  BREAK.lastIndex = state.pos;
+  if (!BREAK.test(state.src)) return false;
+  if (!silent) state.push("hardbreak", "br", 0);
+  state.pos = BREAK.lastIndex;
+  return true;
+});
+
+/** Tokens of each top-level block. `live`: the text's end is still being written. */
+function blocks(text, live) {
+  try {
+    return parsed(text, live);
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error;
+    // Nested deeper than the browser's stack: shown as it was written.
+    const token = { nesting: 0, level: 0, map: [0, text.split("\n").length] };
+    const words = [{ ...token, type: "text", content: text }];
+    const [open, close] = [{ ...token, type: "paragraph_open", tag: "p", nesting: 1 }, { ...token, nesting: -1 }];
+    return [[open, { ...token, type: "inline", children: words }, close]];
   }
+}
+
+function parsed(text, live) {
+  const out = [];
+  for (const token of markdown.parse(text, {})) {
+    if (token.level === 0 && token.nesting >= 0) out.push([]);
+    out.at(-1).push(token);
+  }
+  if (live && out.length) out[out.length - 1] = finished(out.at(-1));
   return out;
 }
 
-/** One block and the index of the line after it. */
-function readBlock(lines, i, depth) {
-  const line = lines[i];
-  let m;
-  if ((m = FENCE.exec(line))) return readFence(lines, i, m);
-  if ((m = HEADING.exec(line)))
-    return [{ type: "heading", level: m[1].length, text: (m[2] ?? "").trim().replace(/(?:^|\s)#+$/, "") }, i + 1];
-  if (RULE.test(line)) return [{ type: "rule" }, i + 1];
-  if ((m = MATH.exec(line))) return readMath(lines, i, m[1]);
-  if (depth < MAX_NESTING) {
-    if (QUOTE.test(line)) return readQuote(lines, i, depth);
-    if ((m = ITEM.exec(line))) return readList(lines, i, m, depth);
+/** The tokens of a block that is being written, as what it will probably be. */
+function finished(tokens) {
+  const last = tokens.findLast((token) => token.nesting >= 0);
+  if (last.type === "fence") {
+    // Half of a closing fence is not code.
+    last.content = last.content.replace(/(^|\n) *(`{1,}|~{1,})\n?$/, (all, before, mark) =>
+      last.markup.startsWith(mark) ? before : all,
+    );
+  } else if (last.type === "inline") {
+    const row = tokens[0].type === "paragraph_open" && /^(\|[^\n]*)(?:\n[|:\- ]*)?$/.exec(last.content);
+    if (row) return tableHead(row[1], tokens[0].map) ?? tokens;
+    const content = closed(last.content);
+    if (content !== last.content) last.children = markdown.parseInline(content, {})[0].children;
   }
-  if (isTable(lines, i)) return readTable(lines, i);
-  let end = i + 1;
-  while (end < lines.length && !interrupts(lines, end, depth)) end++;
-  return [{ type: "paragraph", text: lines.slice(i, end).map((l) => l.trimStart()).join("\n") }, end];
+  return tokens;
 }
 
-/** Whether the line ends a paragraph above it. */
-function interrupts(lines, i, depth) {
-  const line = lines[i];
-  if (!line.trim() || FENCE.test(line) || HEADING.test(line) || RULE.test(line) || MATH.test(line)) return true;
-  if (depth < MAX_NESTING && (QUOTE.test(line) || /^ *(?:[-*+]|1[.)]) +\S/.test(line))) return true;
-  return isTable(lines, i);
-}
-
-function readFence(lines, i, [line, mark, info]) {
-  const indent = line.length - line.trimStart().length;
-  const closing = (l) => {
-    const t = l.trim();
-    return t.length >= mark.length && t === mark[0].repeat(t.length);
-  };
-  let end = i + 1;
-  while (end < lines.length && !closing(lines[end])) end++;
-  const inside = lines.slice(i + 1, end).map((l) => strip(l, indent));
-  // Half of a closing fence is not code.
-  if (end === lines.length && inside.length && mark.startsWith(inside.at(-1).trim() || " ")) inside.pop();
-  return [{ type: "code", language: info.trim().split(/[\s{,]/)[0].toLowerCase(), text: inside.join("\n") }, end + 1];
-}
-
-function readMath(lines, i, mark) {
-  const close = mark === "$$" ? "$$" : "\\]";
-  const inside = [lines[i].trim().slice(mark.length)];
-  let end = i + 1;
-  while (!inside.at(-1).includes(close) && end < lines.length) inside.push(lines[end++]);
-  const text = inside.join("\n");
-  const at = text.lastIndexOf(close);
-  // Math that goes on in a sentence is not a block.
-  if (at >= 0 && text.slice(at + close.length).trim())
-    return [{ type: "paragraph", text: lines.slice(i, end).join("\n") }, end];
-  return [{ type: "math", text: (at >= 0 ? text.slice(0, at) : text).trim() }, end];
-}
-
-function readQuote(lines, i, depth) {
-  let end = i;
-  while (end < lines.length && QUOTE.test(lines[end])) end++;
-  return [{ type: "quote", blocks: blocks(lines.slice(i, end).map((l) => l.replace(QUOTE, "")), depth + 1) }, end];
-}
-
-function indentOf(line) {
-  return line.length - line.trimStart().length;
-}
-
-function strip(line, indent) {
-  return line.slice(Math.min(indent, indentOf(line)));
-}
-
-/** A list, forgiving about how far nested items are indented: models are. */
-function readList(lines, i, first, depth) {
-  const base = first[1].length;
-  const kind = (marker) => marker.at(-1);
-  const items = [];
-  let item = null;
-  let blank = false;
-  for (; i < lines.length; i++) {
-    const line = lines[i];
-    if (!line.trim()) {
-      blank = true;
-      item.push("");
-      continue;
-    }
-    const indent = indentOf(line);
-    const m = ITEM.exec(line);
-    if (m && indent < base + 2 && !RULE.test(line)) {
-      if (indent < base || kind(m[2]) !== kind(first[2])) break;
-      item = [line.slice(m[0].length)];
-      item.indent = m[0].length - indent > 5 ? m[2].length + 1 + indent : m[0].length;
-      items.push(item);
-    } else if (indent >= Math.min(item.indent, base + 2)) {
-      item.push(strip(line, item.indent));
-    } else if (blank || interrupts(lines, i, depth)) {
-      break;
-    } else {
-      item.push(line);
-    }
-    blank = false;
+/** A table whose second line is still being written. */
+function tableHead(row, map) {
+  const most = row.split("|").length;
+  for (let columns = most; columns > Math.max(0, most - 3); columns--) {
+    const tokens = markdown.parse(`${row}\n|${"-|".repeat(columns)}`, {});
+    if (tokens[0].type === "table_open") return [Object.assign(tokens[0], { map }), ...tokens.slice(1)];
   }
-  const start = parseInt(first[2], 10);
-  return [
-    { type: "list", start: Number.isNaN(start) ? null : start, items: items.map((item) => readItem(item, depth)) },
-    i,
-  ];
 }
 
-function readItem(lines, depth) {
-  const task = TASK.exec(lines[0]);
-  if (task) lines[0] = lines[0].slice(task[0].length);
-  return { done: task ? task[1] !== " " : null, blocks: blocks(lines, depth + 1) };
-}
-
-function isTable(lines, i) {
-  if (!lines[i].includes("|") || i + 1 >= lines.length || !ALIGNMENT.test(lines[i + 1].trim())) return false;
-  return cells(lines[i]).length === cells(lines[i + 1]).length;
-}
-
-function readTable(lines, i) {
-  const align = cells(lines[i + 1]).map((c) => (c.endsWith(":") ? (c.startsWith(":") ? "center" : "right") : null));
-  let end = i + 2;
-  while (
-    end < lines.length &&
-    lines[end].trim() &&
-    !(FENCE.test(lines[end]) || HEADING.test(lines[end]) || QUOTE.test(lines[end]))
-  )
-    end++;
-  return [{ type: "table", align, rows: [lines[i], ...lines.slice(i + 2, end)].map(cells) }, end];
-}
-
-/** Cells of a row: cut at bars that are neither escaped nor in code. */
-function cells(line) {
-  const text = line.trim().replace(/^\|/, "");
-  const out = [];
-  let cell = "";
-  let code = false;
-  for (let i = 0; i < text.length; i++) {
-    if (text[i] === "\\" && text[i + 1] === "|") cell += text[++i];
-    else if (text[i] === "|" && !code) {
-      out.push(cell.trim());
-      cell = "";
-    } else {
-      if (text[i] === "`") code = !code && text.indexOf("`", i + 1) > 0;
-      cell += text[i];
-    }
-  }
-  if (cell.trim() || !text.endsWith("|")) out.push(cell.trim());
-  return out;
+/** Inline text whose last line's open marks have their partners. */
+function closed(text) {
+  const start = text.lastIndexOf("\n") + 1;
+  // Half of a closing mark would flash as something else, and so would half of an address.
+  const half = text.slice(start).replace(/[*_`~]{1,3}$/, "");
+  const line = half.replace(/!?\[([^[\]]{0,1000})\]\([^()\s]{0,4000}$/, "$1");
+  const odd = (parts) => parts.length % 2 === 0;
+  const code = line.split("`");
+  const outside = code.filter((_, i) => i % 2 === 0).join("");
+  const mark = odd(code) ? (code.at(-1) ? "`" : "") : odd(outside.split("**")) && !line.endsWith("**") ? "**" : "";
+  return text.slice(0, start) + line.trimEnd() + mark;
 }
 
 function element(name, className) {
@@ -187,47 +99,102 @@ function element(name, className) {
   return node;
 }
 
-/** The element of a block. `live`: its text is still growing. */
-function render(block, live) {
-  switch (block.type) {
-    case "heading":
-      return words(element(`h${Math.min(6, block.level + 2)}`), block.text, live);
-    case "rule":
-      return element("hr");
-    case "code":
-      return renderCode(block);
-    case "math":
-      return Object.assign(element("div", "math"), { textContent: block.text });
-    case "quote":
-      return children(element("blockquote"), block.blocks, live);
-    case "list":
-      return renderList(block, live);
-    case "table":
-      return renderTable(block, live);
+/**
+ * The nodes of tokens. An opening token's node takes what follows until it is closed; deeper than a reader could tell,
+ * what it has stays without it.
+ */
+function render(tokens, parent) {
+  const open = [parent];
+  for (const token of tokens) {
+    if (token.nesting < 0) open.pop();
+    else if (token.type === "inline") inline(token, open.at(-1));
+    else if (token.nesting > 0 && open.length > MAX_NESTING) open.push(open.at(-1));
+    else {
+      const [outer, inner] = node(token);
+      open.at(-1).append(outer);
+      if (token.nesting > 0) open.push(inner ?? outer);
+    }
+  }
+  return parent;
+}
+
+function inline({ children }, parent) {
+  const task = parent.matches("li > p:first-child") && TASK.exec(children[0]?.content ?? "");
+  if (task) {
+    const box = element("input");
+    Object.assign(box, { type: "checkbox", disabled: true });
+    box.setAttribute("aria-label", task[1] === " " ? "to do" : "done");
+    box.toggleAttribute("checked", task[1] !== " ");
+    parent.parentElement.className = "task";
+    parent.before(box);
+    children[0].content = children[0].content.slice(task[0].length);
+  }
+  render(children, parent);
+  parent.normalize();
+}
+
+/** What a token becomes, and where its content goes if that is another element. */
+function node(token) {
+  switch (token.type) {
+    case "text":
+    case "text_special":
+      return [document.createTextNode(token.content)];
+    case "softbreak":
+      return ["\n"];
+    case "code_inline":
+      return [Object.assign(element("code"), { textContent: token.content })];
+    case "math_inline":
+    case "math_block":
+      return [typeset(element(token.tag, "math"), token.content, token.type === "math_block")];
+    case "fence":
+      return [code(token)];
+    case "heading_open":
+      return [element(`h${Math.min(6, Number(token.tag[1]) + 2)}`)];
+    case "link_open":
+      return [anchor(token.attrGet("href"))];
+    case "image":
+      return [image(token)];
+    case "ordered_list_open":
+      return [numbered(token.attrGet("start"))];
+    case "table_open":
+      return table();
+    case "th_open":
+    case "td_open":
+      return [cell(token)];
     default:
-      return live && /^\|[^\n]*(?:\n[|:\- ]*)?$/.test(block.text)
-        ? renderHead(block.text)
-        : words(element("p"), block.text.trimEnd(), live);
+      return [element(token.tag)];
   }
 }
 
-/** A table whose second line is still being written. */
-function renderHead(text) {
-  const row = cells(text.split("\n")[0]);
-  return renderTable({ align: row.map(() => null), rows: [row] }, false);
+function image(token) {
+  const link = anchor(token.attrGet("src"));
+  link.className = "image";
+  link.textContent = token.content || "image";
+  return link;
 }
 
-function words(node, text, live) {
-  inline(node, text, live);
+function numbered(start) {
+  const list = element("ol");
+  if (start !== null) list.start = start;
+  return list;
+}
+
+function table() {
+  const box = element("div", "table");
+  box.tabIndex = 0; // wide tables scroll by keyboard too
+  const inner = element("table");
+  box.append(inner);
+  return [box, inner];
+}
+
+function cell(token) {
+  const node = element(token.tag, token.attrGet("style")?.replace("text-align:", "").replace("left", ""));
+  if (token.tag === "th") node.scope = "col";
   return node;
 }
 
-function children(node, list, live) {
-  list.forEach((block, i) => node.append(render(block, live && i === list.length - 1)));
-  return node;
-}
-
-function renderCode({ language, text }) {
+function code({ info, content }) {
+  const language = info.trim().split(/[\s{,]/)[0].toLowerCase();
   const figure = element("figure", "code");
   const caption = element("figcaption");
   const copy = element("button", "copy-code");
@@ -239,50 +206,9 @@ function renderCode({ language, text }) {
   pre.tabIndex = 0; // long lines scroll by keyboard too
   pre.setAttribute("role", "region");
   pre.setAttribute("aria-label", language ? `${language} code` : "code");
-  const code = element("code");
-  code.append(highlight(text, language));
-  pre.append(code);
+  pre.append(highlight(element("code"), content.replace(/\n$/, ""), language));
   figure.append(caption, pre);
   return figure;
-}
-
-function renderList({ start, items }, live) {
-  const list = element(start === null ? "ul" : "ol");
-  if (start !== null && start !== 1) list.start = start;
-  items.forEach((item, i) => {
-    const li = element("li");
-    if (item.done !== null) {
-      li.className = "task";
-      const box = element("input");
-      Object.assign(box, { type: "checkbox", disabled: true });
-      box.setAttribute("aria-label", item.done ? "done" : "to do");
-      box.toggleAttribute("checked", item.done);
-      li.append(box);
-    }
-    list.append(children(li, item.blocks, live && i === items.length - 1));
-  });
-  return list;
-}
-
-function renderTable({ align, rows }, live) {
-  const box = element("div", "table");
-  const table = element("table");
-  const head = element("thead");
-  const body = element("tbody");
-  rows.forEach((row, r) => {
-    const tr = element("tr");
-    row.slice(0, align.length).forEach((text, c) => {
-      const cell = element(r ? "td" : "th", align[c]);
-      if (!r) cell.scope = "col";
-      tr.append(words(cell, text, live && r === rows.length - 1));
-    });
-    (r ? body : head).append(tr);
-  });
-  table.append(head);
-  if (body.hasChildNodes()) table.append(body);
-  box.append(table);
-  box.tabIndex = 0; // wide tables scroll by keyboard too
-  return box;
 }
 
 /**
@@ -296,6 +222,9 @@ function patch(old, fresh) {
     } else old.data = fresh.data;
     return;
   }
+  // Typeset mathematics has styles, which no attribute may bring.
+  if (old.className === "math" && !old.isEqualNode(fresh)) return old.replaceWith(fresh);
+  if (old.className === "math") return;
   for (const { name, value } of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
   for (const name of old.getAttributeNames()) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
   patchChildren(old, [...fresh.childNodes], 0);
@@ -324,14 +253,15 @@ export class Prose {
   update(text, live = false) {
     if (!text.startsWith(this.text.slice(0, this.stable))) this.reset();
     this.text = text;
-    const lines = text.slice(this.stable).split("\n").map((line) => line.replace(/\r$/, "").replaceAll("\t", "    "));
-    const list = blocks(lines);
-    patchChildren(this.root, list.map((block, i) => render(block, live && i === list.length - 1)), this.kept);
+    const rest = text.slice(this.stable);
+    const list = blocks(rest, live);
+    patchChildren(this.root, [...render(list.flat(), document.createDocumentFragment()).childNodes], this.kept);
     // A last line that is not complete may yet turn out to belong to the block before it ("2" becomes "2. ...").
-    const open = list.length > 1 && list.at(-1).line === lines.length - 1 ? 2 : 1;
+    const lineOf = (block) => block[0].map[0];
+    const lastLine = rest.split("\n").length - 1;
+    const open = list.length > 1 && lineOf(list.at(-1)) === lastLine ? 2 : 1;
     if (!live || list.length <= open) return;
-    const first = list[list.length - open].line;
-    this.stable = offsetOfLine(text, this.stable, first);
+    this.stable = offsetOfLine(text, this.stable, lineOf(list.at(-open)));
     this.kept += list.length - open;
   }
 }
