@@ -6,7 +6,7 @@ PYTHON = target/python/bin
 
 test: emulator
 	$(MAKE) $(PYTHON)/maturin || echo "no PyPI: what Python runs is skipped"
-	cargo test --workspace --no-fail-fast
+	scripts/test
 	[ ! -x $(PYTHON)/maturin ] || $(MAKE) python
 
 # The kernels compiled for the CPU behind the CUDA driver's interface. GPU tests use it on machines without a GPU.
