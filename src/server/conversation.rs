@@ -119,7 +119,7 @@ impl Conversation {
             }
             model.push_answer(&mut text, reasoning);
             if !reasoning.is_empty() && !content.is_empty() {
-                text.push("\n</think>\n\n");
+                text.push(&syntax.after_thoughts());
             }
             model.push_answer(&mut text, content);
         }

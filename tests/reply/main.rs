@@ -557,3 +557,17 @@ proptest! {
         prop_assert_eq!(whole, Answer { ids: Vec::new(), ..read(template, in_reasoning, text, &cuts) });
     }
 }
+
+/// A reply that is continued after its thoughts has the mark that ends them, so that what follows is the answer.
+#[test]
+fn what_ends_thoughts_is_read_as_their_end() {
+    for template in ["<think>", "[THINK]", "<|START_THINKING|>", "<|channel>thought", "<|channel|>analysis<|message|>"]
+    {
+        let syntax = Syntax::of(template);
+        let start = syntax.start(template);
+        assert_eq!(start, ReplyStart::Reasoning, "{template}");
+        let answer = read(template, true, &format!("why{}so", syntax.after_thoughts()), &[]);
+        assert_eq!((answer.reasoning.trim(), answer.content.as_str()), ("why", "so"), "{template}");
+    }
+    assert_eq!(Syntax::of("no marks").after_thoughts(), "");
+}

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::format::Markup;
+use super::format::{Markup, Thoughts};
 use super::harmony::{self, Harmony};
 use super::parser::{Parser, ReplyMachine};
 use super::pipe::ReplyOutput;
@@ -64,6 +64,16 @@ impl Syntax {
             true => ReplyStart::Thought,
             false if prompt.ends_with(open) => ReplyStart::Reasoning,
             false => ReplyStart::Answer,
+        }
+    }
+
+    /// What a model writes between its thoughts and its answer.
+    pub fn after_thoughts(&self) -> String {
+        match self.layout {
+            Layout::Harmony => format!("<|end|><|start|>assistant{}", harmony::FINAL),
+            Layout::Tags(Markup { thoughts: Some(Thoughts { close: "</think>", .. }), .. }) => "\n</think>\n\n".into(),
+            Layout::Tags(Markup { thoughts: Some(thoughts), .. }) => format!("{}{}", thoughts.close, thoughts.then),
+            Layout::Tags(_) => String::new(),
         }
     }
 
