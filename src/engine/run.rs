@@ -135,7 +135,11 @@ impl Engine {
                 // All sequences of the step share its error; other sequences go on.
                 for i in 0..self.scheduler.plan().len() {
                     let index = self.scheduler.plan()[i].index;
-                    self.scheduler.sequence(index).state.fail(Error::Model(error.to_string()), &self.metrics);
+                    let error = match &error {
+                        Error::Resources(why) => Error::Resources(why.clone()),
+                        error => Error::Model(error.to_string()),
+                    };
+                    self.scheduler.sequence(index).state.fail(error, &self.metrics);
                 }
                 self.scheduler.retire(|s| s.state.ended, drop);
             }
