@@ -68,6 +68,28 @@ fn main() {
     }
     list += "];\n";
     fs::write(out.join("modules.rs"), list).expect("OUT_DIR can be written");
+    println!("cargo::rustc-env=MOEBIUS_KERNELS={}", if nvcc.is_some() { codes(&targets()) } else { "none".into() });
+    println!("cargo::rustc-env=MOEBIUS_COMMIT={}", commit(&root));
+}
+
+/// What machine code a build has: `sm_80 sm_90a`.
+fn codes(targets: &[String]) -> String {
+    targets.iter().filter_map(|target| Some(target.split_once(",code=")?.1)).collect::<Vec<_>>().join(" ")
+}
+
+/// The commit of a release. Other builds do not look for it: each commit would have everything compiled again.
+fn commit(root: &Path) -> String {
+    let log = root.join(".git/logs/HEAD");
+    if !is_release() || !log.is_file() {
+        return "unknown".into();
+    }
+    println!("cargo:rerun-if-changed={}", log.display());
+    let git = Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).current_dir(root).output();
+    git.ok().filter(|git| git.status.success()).map_or("unknown".into(), |git| text(&git.stdout).trim().into())
+}
+
+fn is_release() -> bool {
+    env::var("PROFILE").is_ok_and(|profile| profile == "release")
 }
 
 fn files(dir: &Path, extension: &str) -> Vec<PathBuf> {
@@ -115,12 +137,11 @@ fn compile(nvcc: &Path, source: &Path, out: &Path) -> PathBuf {
 
 /// A release is for everyone's machine, a test build for the developer's.
 fn targets() -> Vec<String> {
-    let release = env::var("PROFILE").is_ok_and(|p| p == "release");
     let count = match env::var("CUDAARCHS") {
         Ok(list) if list != "all" => {
             return list.split([';', ',']).map(|n| format!("arch=compute_{n},code=sm_{n}", n = n.trim())).collect();
         }
-        Err(_) if !release => 2,
+        Err(_) if !is_release() => 2,
         _ => TARGETS.len(),
     };
     TARGETS[..count].iter().map(|t| t.to_string()).collect()

@@ -5,6 +5,7 @@
 //! measure                                                       how fast an engine, a server, a machine is
 //! open                                                          opens a model by its name, with progress
 //! bench, cache, capture, chat, doctor, eval, generate, plan, serve    the subcommands
+//! install                                                       completions of shells, manual pages
 //! ```
 //!
 //! Imports every room. Read [`main`] first.
@@ -17,6 +18,7 @@ mod chat;
 mod doctor;
 mod eval;
 mod generate;
+mod install;
 pub mod measure;
 mod open;
 mod plan;
@@ -29,16 +31,27 @@ use std::process::ExitCode;
 
 use crate::text::chat_template;
 use crate::{Error, Result, log};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
+use moebius_cache::format::{OLDEST_VERSION, VERSION};
 pub use open::{EngineOption, open, options};
 
 /// The only argument of a child process that renders chat templates. It is not for people, so `--help` does not list
 /// it.
 pub const RENDER_TEMPLATES: &str = "--render-templates";
 
+/// What a report of a fault should say.
+fn long_version() -> String {
+    format!(
+        "{}\ncommit: {}\nkernels: {}\ncache format: {VERSION}, reads {OLDEST_VERSION} to {VERSION}",
+        env!("CARGO_PKG_VERSION"),
+        env!("MOEBIUS_COMMIT"),
+        env!("MOEBIUS_KERNELS"),
+    )
+}
+
 /// Run mixture-of-experts language models larger than your GPU, on one machine.
 #[derive(Parser)]
-#[command(name = "moebius", version, propagate_version = true, max_term_width = 110)]
+#[command(name = "moebius", version, long_version = long_version(), propagate_version = true, max_term_width = 110)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -65,6 +78,11 @@ enum Command {
     Eval(eval::Args),
     /// Examine this machine and suggest what would make it faster.
     Doctor(doctor::Args),
+    /// Print what a shell needs to complete commands and flags.
+    Completions(install::Completions),
+    /// Write a manual page for each command.
+    #[command(hide = true)]
+    Manual(install::Manual),
 }
 
 /// Parses a command line, with the program's name first, and runs it. An error becomes one sentence on stderr. A wrong
@@ -87,6 +105,8 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Bench(args) => bench::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Completions(args) => install::completions(&args, Cli::command()),
+        Command::Manual(args) => install::manual(&args, Cli::command()),
     });
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -132,6 +152,6 @@ mod tests {
 
     #[test]
     fn flags_are_consistent() {
-        <Cli as clap::CommandFactory>::command().debug_assert();
+        Cli::command().debug_assert();
     }
 }

@@ -47,6 +47,26 @@ fn help_names_every_subcommand() {
 }
 
 #[test]
+fn a_package_gets_completions_and_manual_pages() {
+    let dir = tempfile::tempdir().unwrap();
+    for (shell, word) in
+        [("bash", "complete -F _moebius"), ("zsh", "#compdef moebius"), ("fish", "complete -c moebius")]
+    {
+        let script = success(&["completions", shell], "");
+        assert!(script.contains(word) && script.contains("--experts"), "{shell}: {script}");
+    }
+    success(&["manual", dir.path().to_str().unwrap()], "");
+    let page = std::fs::read_to_string(dir.path().join("moebius-serve.1")).unwrap();
+    assert!(page.contains(".SH OPTIONS") && page.contains("api\\-key"), "{page}");
+    assert!(failure(&["manual", "/nonexistent"]).contains("/nonexistent"));
+    let version = success(&["--version"], "");
+    for line in ["moebius 0.", "commit: ", "kernels: ", "cache format: "] {
+        assert!(version.lines().any(|l| l.starts_with(line)), "{version}");
+    }
+    assert_eq!(success(&["-V"], "").lines().count(), 1);
+}
+
+#[test]
 fn every_instruction_set_can_be_asked_for() {
     let cache = tempfile::tempdir().unwrap();
     let help = String::from_utf8(moebius(cache.path(), &["generate", "--help"], b"").stdout).unwrap();

@@ -16,7 +16,8 @@ use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
 pub use self::header::{
-    Contents, ExpertRecord, FileState, Header, LayerEntry, MAGIC, PAGE_BYTES, Source, VERSION, parse, reseal,
+    Contents, ExpertRecord, FileState, Header, LayerEntry, MAGIC, OLDEST_VERSION, PAGE_BYTES, Source, VERSION, parse,
+    reseal,
 };
 pub(crate) use self::header::{decode_layer, encode_layer, layer_record_bytes, peek};
 use crate::error::readable_bytes;

@@ -16,7 +16,7 @@ const MAGIC_PARTIAL: [u8; 8] = *b"MOEBPART";
 /// Version of the header and of the packed layout.
 pub const VERSION: u32 = 4;
 /// The oldest one that is read; it lacks MXFP4 and scales in F16.
-const OLDEST_VERSION: u32 = 2;
+pub const OLDEST_VERSION: u32 = 2;
 /// Layers begin at multiples of this.
 pub const PAGE_BYTES: u64 = 4096;
 
