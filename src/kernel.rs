@@ -12,8 +12,8 @@
 //! The order of every sum is part of an operation's definition, so a wider instruction set changes its speed only.
 //!
 //! All weights are packed tiles of 16 rows (`moebius_cache::pack`), and [`Kernel::matmul`] is the one product over
-//! them: of BF16 weights with activations split into two bf16 numbers, of integer weights with activations quantized to
-//! 8 bits. [`Activations`] are both.
+//! them: of BF16 and FP8 weights with activations split into two bf16 numbers, of integer weights with activations
+//! quantized to 8 bits. [`Activations`] are both.
 //!
 //! Numbers so small that a product of theirs is subnormal (below 2^-126) are outside of the promise of equal bits.
 //!
@@ -235,7 +235,8 @@ pub trait Kernel: Send + Sync {
     /// Order, codes: exact i32 dot per group, then `acc = fma(dot, w_scale * x_scale, acc)` and, of groups with
     /// offsets, `acc = fma(w_offset, x_sum * x_scale, acc)`, groups ascending. Order, BF16, that of `tdpbf16ps`: for 32
     /// inputs at a time and of them the high, then the low parts, `even` sums the even inputs by fma from zero,
-    /// ascending, `odd` the odd ones; `acc = acc + (even + odd)`.
+    /// ascending, `odd` the odd ones; `acc = acc + (even + odd)`. Order, FP8: the same for the sum of a group, from
+    /// zero; then `acc = fma(sum, w_scale, acc)`, groups ascending.
     fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]);
 
     /// `out[t][r] = w[r] . x[t]`: the router.

@@ -20,14 +20,14 @@ mod scales;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use self::find::Stored;
-use self::formats::float;
 pub use self::formats::{Format, Library};
+use self::formats::{float, fp8};
 pub use self::quantization::Quantization;
 use crate::checkpoint::{Checkpoint, GgmlType, TensorView};
-use crate::pack::{Blocks, CodeType, GROUP_SIZES, MatrixLayout, Precision, ScaleType, Scales};
+use crate::pack::{Blocks, CodeType, GROUP_SIZES, MatrixLayout, Precision, ScaleType};
 use crate::{Error, Result};
 
-/// Integer codes with a scale for each run of inputs: a weight is its code times its scale.
+/// Codes with a scale for each run of inputs: a weight is its code times its scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Integers {
     /// The smallest code there can be.
@@ -38,8 +38,25 @@ pub struct Integers {
     pub group: usize,
     /// The packed type that is nearest to the source's scales; of the same type they pass exactly.
     pub scales: ScaleType,
-    /// The codes whose table has all of their values; `None`: they may be any integers.
+    /// The codes whose table has all of their values, or that are floats; `None`: they may be any integers.
     pub table: Option<CodeType>,
+}
+
+impl Integers {
+    /// Floats of 8 bits, whose codes no integers hold.
+    pub const fn fp8(group: usize, scales: ScaleType) -> Self {
+        Self { low: i32::MIN, high: i32::MAX, group, scales, table: Some(CodeType::E4m3) }
+    }
+
+    /// The weights of a group.
+    fn weights(&self, codes: &[i8], scale: f32, out: &mut [f32]) {
+        match self.table {
+            Some(CodeType::E4m3) => {
+                fp8::scaled(bytemuck::cast_slice(codes), scale, out);
+            }
+            _ => out.iter_mut().zip(codes).for_each(|(out, &code)| *out = f32::from(code) * scale),
+        }
+    }
 }
 
 impl Integers {
@@ -47,13 +64,13 @@ impl Integers {
     pub fn fit(&self, precision: Precision) -> bool {
         let (Some(row), Some(group_size)) = (precision.row(), precision.group_size()) else { return false };
         let [low, high] = row.codes.range().map(i32::from);
-        let values = match row.codes.table() {
-            Some(_) => self.table == Some(row.codes),
-            None => self.low >= low && self.high <= high,
+        let values = match row.codes {
+            CodeType::Int { .. } => self.low >= low && self.high <= high,
+            of_values => self.table == Some(of_values),
         };
         // Where the type of the scales is a precision's own, others would be rounded.
         let scales = precision.with_scales(self.scales).scales() == self.scales;
-        row.scales == Scales::Plain && scales && self.group.is_multiple_of(group_size) && values
+        row.scales.are_single() && scales && self.group.is_multiple_of(group_size) && values
     }
 }
 
@@ -223,6 +240,7 @@ impl<'a> Source<'a> {
                 // The smaller ones first.
                 let kept = match self.kind {
                     Format::Gguf(GgmlType::Q5_0) => [Precision::Q5_0; 3],
+                    Format::Fp8 => [Precision::fp8(group_size).with_scales(integers.scales); 3],
                     _ => [Precision::Mxfp4, int4, Precision::Iq4Nl],
                 };
                 Some(kept.into_iter().find(|&precision| integers.fit(precision)).unwrap_or(int8))
@@ -247,10 +265,11 @@ impl<'a> Source<'a> {
             Codec::Codes(codec) => {
                 let group = codec.integers().group;
                 let (mut codes, mut scales) = (vec![0; out.len()], vec![0.0; out.len() / group]);
+                let integers = codec.integers();
                 self.code_rows(codec.as_ref(), first, &mut codes, &mut scales).map(|()| {
                     for ((out, codes), scale) in out.chunks_exact_mut(group).zip(codes.chunks_exact(group)).zip(scales)
                     {
-                        out.iter_mut().zip(codes).for_each(|(out, &code)| *out = code as f32 * scale);
+                        integers.weights(codes, scale, out);
                     }
                 })
             }
@@ -279,7 +298,14 @@ impl<'a> Source<'a> {
     /// Errors: `Error::Checkpoint` when a number is not finite. Panics: it has no blocks (a bug).
     pub fn blocks(&self, first: usize, count: usize, out: &mut Blocks) -> Result<()> {
         assert!(first + count <= self.shape[0], "rows");
-        let usable = |out: &Blocks| out.heads.iter().all(|bits| bits & 0x7c00 != 0x7c00);
+        let usable = |out: &Blocks| match &self.codec {
+            // Halves of f32 numbers, and E4M3.
+            Codec::Blocks(Precision::Nvfp4, _) => {
+                out.heads.as_chunks::<2>().0.iter().all(|[_, high]| high & 0x7f80 != 0x7f80)
+                    && out.counts.iter().all(|count| count & 0x7f != 0x7f)
+            }
+            _ => out.heads.iter().all(|bits| bits & 0x7c00 != 0x7c00),
+        };
         let read = self.block_rows(first, count, out);
         let read = read.and_then(|()| if usable(out) { Ok(()) } else { Err(float::UNUSABLE.into()) });
         read.map_err(|what| self.error(what))
@@ -375,12 +401,12 @@ impl SourceHasher<'_, '_> {
 
 /// The coarsest precision that keeps several matrices; `None` when all are plain numbers.
 ///
-/// Scales are F16 where those of all integers are; of a mixture they are BF16, which has the range of both.
+/// Scales are F16 where those of all integers are; of a mixture they are BF16, which has the range of both, or F32
+/// where one is.
 pub fn kept_by_all(sources: &[Source<'_>]) -> Option<Precision> {
     let coarsest = sources.iter().filter_map(Source::kept_by).reduce(Precision::coarsest_of)?;
-    let mut scales = sources.iter().filter_map(Source::integers).map(|integers| integers.scales);
-    let first = scales.next().unwrap_or_default();
-    Some(coarsest.with_scales(if scales.all(|other| other == first) { first } else { ScaleType::Bf16 }))
+    let scales = sources.iter().filter_map(Source::integers).map(|integers| integers.scales);
+    Some(coarsest.with_scales(scales.reduce(ScaleType::of_both).unwrap_or_default()))
 }
 
 /// Decodes a whole tensor of plain numbers.

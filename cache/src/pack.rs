@@ -13,7 +13,7 @@
 //! highest bits where their number is odd:
 //!
 //! ```text
-//! 8 bits  [8]                  a run of 4 inputs each: code + 128
+//! 8 bits  [8]                  a run of 4 inputs each: code + 128, or the bits of E4M3
 //! 4       [4]                  two runs each: code + 8 of INT4; of MXFP4 E2M1, which stands for twice its value
 //! 6       [2: 2 x 4 bits][1: 4 x 2 upper bits] of 16 inputs, twice
 //! 5       [4: 2 x 4 bits][1: 8 x the highest bit]
@@ -45,7 +45,7 @@ mod precision;
 mod precisions;
 mod tile;
 
-pub use precision::{CodeType, DOUBLED_E2M1, IQ4, Precision, Row, SUPER_BLOCK, ScaleType, Scales};
+pub use precision::{CodeType, DOUBLED_E2M1, E4M3, IQ4, Precision, Row, SUPER_BLOCK, ScaleType, Scales};
 pub use precisions::{ExpertPrecision, Precisions};
 pub(crate) use tile::pack_tile;
 pub use tile::{Blocks, Weights, pack_expert, pack_matrix, unpack_code, unpack_expert, unpack_matrix, unpack_scale};
@@ -85,13 +85,14 @@ impl MatrixLayout {
             return Err(Error::Invalid(format!("a matrix of {n} x {k} has no weights")));
         }
         if let (Some(g), Some(row)) = (precision.group_size(), precision.row()) {
-            if row.scales == Scales::Plain && !GROUP_SIZES.contains(&g) {
+            if row.group_size == 0 && !GROUP_SIZES.contains(&g) {
                 return Err(Error::Invalid(format!("group size {g} is not 32, 64 or 128")));
             }
             if !k.is_multiple_of(precision.unit()) {
-                if precision.unit() == SUPER_BLOCK {
+                if precision.unit() != g {
+                    let unit = precision.unit();
                     return Err(Error::Invalid(format!(
-                        "{precision} needs rows of a multiple of 256 weights, not of {k}: choose --experts int8"
+                        "{precision} needs rows of a multiple of {unit} weights, not of {k}: choose --experts int8"
                     )));
                 }
                 return Err(Error::Invalid(format!(
@@ -111,8 +112,7 @@ impl MatrixLayout {
     /// Bytes of the scales at the start of a tile (a multiple of 64; 0 for BF16).
     pub fn scale_bytes(&self) -> usize {
         let (Some(g), Some(row)) = (self.precision.group_size(), self.precision.row()) else { return 0 };
-        let heads = self.k / SUPER_BLOCK * row.scales.head_bytes();
-        (heads + self.k / g * row.scales.record_bytes()).next_multiple_of(64)
+        row.scales.bytes(self.k, g).next_multiple_of(64)
     }
 
     /// Bytes of one tile, scales included.

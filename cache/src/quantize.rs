@@ -41,7 +41,7 @@ pub fn quantize_tile(layout: &MatrixLayout, rows: &[f32], scratch: &mut Scratch,
         round_to_bf16(rows, &mut scratch.weights);
         return pack_tile(layout, Weights::Bf16(&scratch.weights), out);
     };
-    if let Some(row) = layout.precision.row().filter(|row| row.scales != Scales::Plain) {
+    if let Some(row) = layout.precision.row().filter(|row| !row.scales.are_single()) {
         let count = rows.len() / layout.k;
         scratch.blocks.resize(layout, count);
         in_blocks(row, rows, &mut scratch.blocks);
@@ -116,6 +116,7 @@ fn round_scale(scales: ScaleType, scale: f32) -> f32 {
     match scales {
         ScaleType::Bf16 => round_bf16(scale).to_f32(),
         ScaleType::F16 => scales.from_bits(scales.to_bits(scale)),
+        ScaleType::F32 => scale,
     }
 }
 
@@ -204,30 +205,29 @@ fn group<L: Lanes, const N: usize, const C: usize, const MIN: i32, const MAX: i3
 /// The nearest codes for the scale that maps the largest magnitude to the largest code: of precisions that are kept,
 /// not chosen.
 fn nearest(precision: Precision, w: &[f32], codes: &mut [i8]) -> f32 {
-    let Some(Row { codes: code_type, scales: Scales::Plain, .. }) = precision.row() else {
-        panic!("{precision} has no plain scales")
-    };
+    let Some(code_type) = precision.codes() else { panic!("{precision} has no codes") };
     let largest = w.iter().fold(0f32, |largest, w| largest.max(w.abs()));
-    let [low, high] = code_type.range();
-    let scale = round_scale(precision.scales(), largest / f32::from(high));
+    let scale = round_scale(precision.scales(), largest / largest_code(code_type));
     if largest < SMALLEST || scale == 0.0 {
         codes.fill(i8::from(code_type == CodeType::Iq4)); // whose table has no 0
         return 0.0;
     }
-    for (&w, code) in w.iter().zip(codes) {
-        let distance = |&code: &i8| (w / scale - f32::from(code)).abs();
-        *code = match code_type.table() {
-            Some(table) => table.iter().copied().min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0),
-            None => (w / scale).round_ties_even().clamp(f32::from(low), f32::from(high)) as i8,
-        };
-    }
+    w.iter().zip(codes).for_each(|(&w, code)| *code = code_type.nearest(w / scale));
     scale
+}
+
+/// What the largest code counts.
+fn largest_code(codes: CodeType) -> f32 {
+    match codes {
+        CodeType::E4m3 => 448.0,
+        _ => f32::from(codes.range()[1]),
+    }
 }
 
 /// The nearest codes for scales that map a group's largest magnitude, or the ends of its range, to the ends of the
 /// codes': of precisions that are kept, not chosen. `weights` [rows, k], `out` has room for them.
 fn in_blocks(Row { codes, scales, group_size }: Row, weights: &[f32], out: &mut Blocks) {
-    let [low, high] = codes.range().map(f32::from);
+    let high = largest_code(codes);
     let bits = |x: f32| f16::from_f32(x.clamp(0.0, f16::MAX.to_f32())).to_bits();
     let number = |bits: u16| f16::from_bits(bits).to_f32();
     // Of a group the scale, and how far below 0 it begins where there are offsets.
@@ -238,6 +238,23 @@ fn in_blocks(Row { codes, scales, group_size }: Row, weights: &[f32], out: &mut 
             false => (most.max(-least) / high, 0.0),
         }
     };
+    if scales == Scales::E4m3 {
+        let k = weights.len() / (out.heads.len() / 2);
+        for (row, w) in weights.chunks_exact(k).enumerate() {
+            let number = w.iter().fold(0f32, |largest, w| largest.max(w.abs())) / high / largest_code(CodeType::E4m3);
+            let bits = number.to_bits();
+            out.heads[2 * row..][..2].copy_from_slice(&[bits as u16, (bits >> 16) as u16]);
+            for (group, w) in (row * k / group_size..).zip(w.chunks_exact(group_size)) {
+                let count = CodeType::E4m3.nearest(if number == 0.0 { 0.0 } else { range(w).0 / number });
+                out.counts[group] = count as u8;
+                let scale = number * CodeType::E4m3.value(count);
+                for (&w, code) in w.iter().zip(&mut out.codes[group * group_size..]) {
+                    *code = codes.nearest(if scale == 0.0 { 0.0 } else { w / scale });
+                }
+            }
+        }
+        return;
+    }
     let (of_block, groups) = match scales {
         Scales::Counted { .. } => (SUPER_BLOCK, SUPER_BLOCK / group_size),
         _ => (group_size, 1),
@@ -271,13 +288,7 @@ fn in_blocks(Row { codes, scales, group_size }: Row, weights: &[f32], out: &mut 
             }
             for (&w, code) in w.iter().zip(&mut out.codes[group * group_size..]) {
                 let exact = if own == 0.0 { 0.0 } else { (w - offset) / own };
-                let distance = |&code: &i8| (exact - f32::from(code)).abs();
-                *code = match codes.table() {
-                    Some(table) => {
-                        table.iter().copied().min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0)
-                    }
-                    None => exact.round_ties_even().clamp(low, high) as i8,
-                };
+                *code = codes.nearest(exact);
             }
         }
     }

@@ -8,8 +8,8 @@ mod common;
 
 use common::noise;
 use common::written::{
-    Example, K, N, Written, awq, bf16_scales, compressed_tensors, ct, e4m3, example, f16_scales, fp8, gptq, mxfp4,
-    numbers, pack_down,
+    Example, K, N, Written, awq, bf16_scales, compressed_tensors, ct, e4m3, example, f16_scales, fp4, fp8, gptq, mxfp4,
+    mxfp8, numbers, nvfp4, pack_down,
 };
 use half::{bf16, f16};
 use moebius_cache::codec::{Format, Integers, Library, Quantization, Source, kept_by_all};
@@ -72,6 +72,7 @@ fn cells(source: &Source<'_>) -> String {
         (None, precision) if format!("GGUF {precision}").eq_ignore_ascii_case(source.format()) => {
             "the same".to_string()
         }
+        (None, Precision::Fp8 { .. }) => "fp8, the largest groups of one scale".to_string(),
         (None, precision) => precision.to_string(),
     };
     let lost = rounding(source, precision).unwrap();
@@ -118,16 +119,69 @@ fn fp8_in_rows_and_whole() {
     let of = |scale: &dyn Fn(usize) -> f32| (0..N * K).map(|i| e4m3(bytes[i]) * scale(i / K)).collect();
     let scale = noise(1, 2);
     let one = fp8(Value::Null, bytes.clone()).f32s("a.weight_scale", &[], &scale);
-    check(&Example::new(one, of(&|_| scale[0]), None));
+    let integers = |scales| Some(Integers::fp8(128, scales));
+    check(&Example::new(one, of(&|_| scale[0]), integers(ScaleType::F32)));
     let rows = bf16_scales(N);
     let each = fp8(Value::Null, bytes.clone()).bf16s("a.weight_scale", &[N, 1], &rows);
-    check(&Example::new(each, of(&|row| rows[row]), None));
+    check(&Example::new(each, of(&|row| rows[row]), integers(ScaleType::Bf16)));
+    check(&mxfp8(Dtype::U8));
+    check(&mxfp8(Dtype::F8_E8M0));
     assert!(fp8(Value::Null, bytes.clone()).error("a.weight").contains("a.weight_scale_inv is missing"));
     let short = fp8(json!([24, 96]), bytes.clone()).f32s("a.weight_scale_inv", &[1, 3], &[1.0; 3]);
     assert!(short.error("a.weight").contains("scales are expected"));
     let mut nan = example(Format::Fp8).written;
     nan.tensors[0].3[K + 1] = 0xff;
     assert!(nan.error("a.weight").contains("tensor a.weight holds a NaN"));
+    // Blocks of 24 inputs have no groups: their weights are rounded.
+    let (rows, cols) = (N.div_ceil(40), K.div_ceil(24));
+    let scales = noise(rows * cols, 3);
+    let odd = fp8(json!([40, 24]), bytes.clone()).f32s("a.weight_scale_inv", &[rows, cols], &scales);
+    let want = (0..N * K).map(|i| e4m3(bytes[i]) * scales[i / K / 40 * cols + i % K / 24]).collect();
+    let odd = Example::new(odd, want, None);
+    check(&odd);
+    odd.open(|source| assert_eq!(source.kept_by(), Some(Precision::int8(128))));
+}
+
+#[test]
+fn floats_of_four_bits_as_every_library_has_them() {
+    for library in [false, true] {
+        check(&nvfp4(library));
+        check(&fp4(library));
+    }
+    let list = |example: &Example| {
+        let dir = TempDir::new().unwrap();
+        example.written.write(dir.path()).matrices()
+    };
+    for example in [nvfp4(false), nvfp4(true), fp4(false), fp4(true)] {
+        assert!(list(&example).contains(&("a.weight".into(), [N, K])), "{:?}", list(&example));
+    }
+    // Each of its tensors missing, misshapen, of another type, or not a number.
+    for library in [false, true] {
+        for example in [nvfp4(library), fp4(library)] {
+            let of = |change: &dyn Fn(&mut Written)| {
+                let mut written = example.written.clone();
+                change(&mut written);
+                written.error("a.weight")
+            };
+            for i in 0..example.written.tensors.len() {
+                let error = of(&|written| drop(written.tensors.remove(i)));
+                // Without its number NVFP4 of compressed-tensors is taken for MXFP4, and misshapen.
+                assert!(error.contains("is missing") || error.contains("shape"), "{error}");
+                let all: usize = example.written.tensors[i].2.iter().product();
+                if all > 1 {
+                    let error = of(&|written| written.tensors[i].2 = vec![2, all / 2]);
+                    assert!(error.contains("shape"), "{error}");
+                }
+            }
+        }
+        for (name, at) in [("a.weight_scale", 3), ("a.weight_scale_2", 3), ("a.weight_global_scale", 3)] {
+            let mut nan = nvfp4(library).written;
+            let Some(tensor) = nan.tensors.iter_mut().find(|tensor| tensor.0 == name) else { continue };
+            tensor.3[at] = 0x7f;
+            tensor.3[at - 1] = 0xff;
+            assert!(nan.error("a.weight").contains("holds a NaN"), "{name}");
+        }
+    }
 }
 
 #[test]
@@ -144,7 +198,8 @@ fn fp8_of_stacked_experts_has_scales_of_each() {
             e4m3(bytes[(e * 2 * N + row) * K + input]) * scales[(e * rows + row / 24) * cols + input / 96]
         };
         let want = (0..N * K).map(|i| weight(first + i / K, i % K)).collect();
-        check(&Example { name, ..Example::new(written.clone(), want, None) });
+        let integers = Some(Integers::fp8(32, ScaleType::F32));
+        check(&Example { name, ..Example::new(written.clone(), want, integers) });
     }
 }
 

@@ -81,6 +81,13 @@ fn precisions_have_names() {
             "int8-g128-f16",
         ),
         (Precision::Mxfp4, r#"{"bits":"mxfp4"}"#, "mxfp4"),
+        (Precision::fp8(128), r#"{"bits":"fp8","group_size":128}"#, "fp8-g128"),
+        (
+            Precision::fp8(32).with_scales(ScaleType::F32),
+            r#"{"bits":"fp8","group_size":32,"scales":"f32"}"#,
+            "fp8-g32-f32",
+        ),
+        (Precision::Nvfp4, r#"{"bits":"nvfp4"}"#, "nvfp4"),
         (Precision::Q4K, r#"{"bits":"q4_k"}"#, "q4_k"),
         (Precision::Q5_0, r#"{"bits":"q5_0"}"#, "q5_0"),
     ] {

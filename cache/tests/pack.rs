@@ -7,7 +7,8 @@ use common::noise;
 use half::{bf16, f16};
 use moebius_cache::checkpoint::GgmlType;
 use moebius_cache::pack::{
-    Blocks, Row, SUPER_BLOCK, Scales, TILE_ROWS, Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix,
+    Blocks, CodeType, Row, SUPER_BLOCK, Scales, TILE_ROWS, Weights, pack_expert, pack_matrix, unpack_expert,
+    unpack_matrix,
 };
 use moebius_cache::quantize::{quantize_expert, quantize_matrix, quantize_rows};
 use moebius_cache::{ExpertLayout, MatrixLayout, Precision, ScaleType};
@@ -29,7 +30,8 @@ fn every_precision_is_listed_once_under_its_own_name() {
     let of = |name: &str| sizes.map(|size| format!("{name}-{size}"));
     let blocks = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq4_nl", "q4_1", "q5_1", "q5_0"].map(String::from);
     let plain = [vec!["bf16".into(), "mxfp4".into()], of("int4").into(), of("int8").into()];
-    assert_eq!(names, [plain.concat(), blocks.into()].concat());
+    let fp8 = of("fp8").map(|name| name.replace("f16", "f32"));
+    assert_eq!(names, [plain.concat(), blocks.into(), vec!["nvfp4".into()], fp8.into()].concat());
 }
 
 #[test]
@@ -43,12 +45,19 @@ fn the_facts_of_rows_agree_with_each_other() {
         assert!(all.iter().all(|&code| row.codes.code(row.codes.stored(code)) == code), "{precision}");
         let [low, high] = row.codes.range();
         assert_eq!(row.codes.table().is_some(), !(low..=high).all(|code| all.contains(&code)), "{precision}");
+        let values = all.iter().filter(|&&code| !row.codes.value(code).is_nan());
+        values.for_each(|&code| assert_eq!(row.codes.nearest(row.codes.value(code)), code, "{precision}"));
         // Records follow each other without a gap.
         let group = precision.group_size().unwrap();
-        for g in 0..3 * SUPER_BLOCK / group {
+        let k = 3 * SUPER_BLOCK;
+        for g in 0..k / group {
             let (at, head) = row.scales.at(g, group);
             let next = row.scales.at(g + 1, group);
             let gap = if next.1 == head { 0 } else { row.scales.head_bytes() };
+            assert_eq!(row.scales.bytes(k, group), {
+                let (at, _) = row.scales.at(k / group - 1, group);
+                at + row.scales.record_bytes()
+            });
             assert_eq!(next.0 - at, row.scales.record_bytes() + gap, "{precision}: group {g}");
         }
     }
@@ -70,6 +79,7 @@ fn weights_take_the_bytes_that_files_of_llama_cpp_have() {
         (GgmlType::Q4_1, Precision::Q4_1),
         (GgmlType::Q5_0, Precision::Q5_0),
         (GgmlType::Q5_1, Precision::Q5_1),
+        (GgmlType::Q8_0, Precision::fp8(32)),
     ] {
         let (weights, bytes) = kind.block();
         for k in [768, 2048] {
@@ -93,6 +103,11 @@ fn the_coarsest_precision_keeps_both() {
         (Precision::Q4K, Precision::Q4K, Precision::Q4K),
         (Precision::Q4K, Precision::Q4_1, Precision::int8(32)),
         (Precision::Q6K, Precision::Q2K, Precision::int8(32)),
+        (Precision::Nvfp4, Precision::Nvfp4, Precision::Nvfp4),
+        (Precision::fp8(128), Precision::fp8(32).with_scales(ScaleType::F32), {
+            Precision::fp8(32).with_scales(ScaleType::F32)
+        }),
+        (Precision::fp8(128), Precision::int8(64), Precision::int8(64)),
     ] {
         assert_eq!((a.coarsest_of(b), b.coarsest_of(a)), (both, both), "{a} and {b}");
     }
@@ -118,12 +133,15 @@ fn random_weights(n: usize, k: usize, precision: Precision, seed: u64) -> Parts 
         return parts;
     };
     let any = |x: &f32| (x.to_bits() >> 7) as u8;
-    let codes: Vec<i8> = noise.iter().map(|x| row.codes.code(any(x) >> (8 - row.codes.bits()))).collect();
+    let number = |bits: u8| if bits & 0x7f == 0x7f { 0 } else { bits };
+    let stored = |x: &f32| any(x) >> (8 - row.codes.bits());
+    let stored = |x: &f32| if row.codes.are_floats() { number(stored(x)) } else { stored(x) };
+    let codes: Vec<i8> = noise.iter().map(|x| row.codes.code(stored(x))).collect();
     // Not all in the normal range of F16.
     let round = |x: f32| precision.scales().from_bits(precision.scales().to_bits(x));
-    if row.scales == Scales::Plain {
+    if row.scales.are_single() {
         parts.scales = noise.iter().step_by(group).map(|&x| round(x * [1.0, 1e-5][n % 2])).collect();
-        parts.truth = codes.iter().enumerate().map(|(i, &c)| c as f32 * parts.scales[i / group]).collect();
+        parts.truth = codes.iter().enumerate().map(|(i, &c)| row.codes.value(c) * parts.scales[i / group]).collect();
         parts.codes = codes;
         return parts;
     }
@@ -135,10 +153,18 @@ fn random_weights(n: usize, k: usize, precision: Precision, seed: u64) -> Parts 
         blocks.counts.iter_mut().zip(&noise[1..]).for_each(|(count, x)| *count = any(x) >> (8 - bits));
         blocks.offsets.iter_mut().zip(&noise[2..]).for_each(|(count, x)| *count = any(x) >> (8 - bits));
     }
+    if row.scales == Scales::E4m3 {
+        blocks.heads.iter_mut().for_each(|half| *half &= 0x3fff); // of F32 numbers of some size
+        blocks.counts.iter_mut().zip(&noise[1..]).for_each(|(count, x)| *count = number(any(x)));
+    }
     let head = |i: usize| f16::from_bits(blocks.heads[i]).to_f32();
     for (i, w) in parts.truth.iter_mut().enumerate() {
         let (code, g, block) = (f32::from(blocks.codes[i]), i / group, i / SUPER_BLOCK);
         *w = match row.scales {
+            Scales::E4m3 => {
+                let [low, high] = blocks.heads.as_chunks::<2>().0[i / k].map(u32::from);
+                CodeType::E4m3.value(blocks.counts[g] as i8) * f32::from_bits(low | high << 16) * code
+            }
             Scales::Counted { offsets: true, .. } => {
                 let [scale, offset] = [&blocks.counts, &blocks.offsets].map(|counts| f32::from(counts[g]));
                 head(2 * block) * scale * code - head(2 * block + 1) * offset
@@ -205,7 +231,9 @@ proptest! {
         quantize_matrix(&layout, &source, &mut bytes);
         let back = unpack_matrix(&layout, &bytes);
         let group = precision.group_size().unwrap_or(1);
-        if let Some(row) = precision.row().filter(|row| row.scales != Scales::Plain && exponent > -4) {
+        prop_assert!(back.iter().all(|w| w.is_finite()), "{precision}");
+        let of_blocks = |row: &Row| matches!(row.scales, Scales::Counted { .. } | Scales::WithOffset);
+        if let Some(row) = precision.row().filter(|row| of_blocks(row) && exponent > -4) {
             // Of two levels: the largest scale of a super-block is nearly exact, and half a step more for the counts.
             let [low, high] = row.codes.range().map(f32::from);
             for (w, q) in source.chunks(SUPER_BLOCK).zip(back.chunks(SUPER_BLOCK)) {
@@ -226,7 +254,8 @@ proptest! {
                 Precision::Bf16 => largest / 128.0,
                 Precision::Int8 { .. } => largest / 126.0,
                 Precision::Int4 { .. } => largest / 6.9,
-                Precision::Mxfp4 => largest / 2.9,
+                Precision::Mxfp4 | Precision::Nvfp4 => largest / 2.7,
+                Precision::Fp8 { .. } => largest / 7.5,
                 Precision::Q5_0 => largest / 14.9,
                 Precision::Iq4Nl => largest / 4.2,
                 _ => continue,

@@ -7,7 +7,7 @@ use moebius_cache::convert::rounding;
 use moebius_cache::{Checkpoint, Precision};
 use serde_json::{Map, json};
 
-const METHODS: [&str; 8] = [
+const METHODS: [&str; 12] = [
     r#"{}"#,
     r#"{"quantization_config":{"quant_method":"fp8","weight_block_size":[3,5]}}"#,
     r#"{"quantization_config":{"quant_method":"compressed-tensors",
@@ -18,12 +18,20 @@ const METHODS: [&str; 8] = [
     r#"{"quantization_config":{"quant_method":"gptq","bits":8,"desc_act":true}}"#,
     r#"{"quantization_config":{"quant_method":"awq","bits":4}}"#,
     r#"{"quantization_config":{"quant_method":"mxfp4"}}"#,
+    r#"{"quantization_config":{"quant_method":"fp8","weight_block_size":[1,32]},"expert_dtype":"fp4"}"#,
+    r#"{"quantization_config":{"quant_method":"modelopt","quant_algo":"NVFP4"}}"#,
+    r#"{"quantization_config":{"quant_method":"compressed-tensors","config_groups":{"g":{
+    "format":"nvfp4-pack-quantized","weights":{"num_bits":4,"type":"float","group_size":16}}}}}"#,
+    r#"{"quantization_config":{"quant_method":"mxfp8","weight_block_size":[1,32]}}"#,
 ];
-const NAMES: [&str; 18] = [
+const NAMES: [&str; 21] = [
     "a.experts.0.gate_proj.weight",
     "a.experts.0.gate_proj.weight_scale_inv",
     "a.experts.0.gate_proj.weight_scale",
     "a.experts.0.gate_proj.weight_packed",
+    "a.experts.0.gate_proj.weight_scale_2",
+    "a.experts.0.gate_proj.weight_global_scale",
+    "a.experts.0.gate_proj.scale",
     "a.experts.0.gate_proj.weight_zero_point",
     "a.experts.0.gate_proj.weight_g_idx",
     "a.experts.0.gate_proj.weight_shape",

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! integer weights  codes  [ceil(k / 64)][stride][64] i8,  scales, sums [k / group][stride]
-//! BF16 weights     parts  [ceil(k / 32)][stride][split_words] f32, see `Kernel::split`
+//! BF16, FP8        parts  [ceil(k / 32)][stride][split_words] f32, see `Kernel::split`
 //! ```
 //!
 //! Rows of one block of inputs lie one after the other, so any 16 rows in a row are an AMX tile as they lie. The stride
@@ -42,7 +42,7 @@ impl Activations {
     /// Begins with `rows` rows whose contents are whatever was there before; grows when there was never so much.
     pub fn start(&mut self, kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> ActivationsMut<'_> {
         (self.k, self.rows, self.stride) = (k, rows, rows | 1);
-        (self.group, self.words) = (precision.group_size().unwrap_or(0), kernel.split_words());
+        (self.group, self.words) = (group_of(precision), kernel.split_words());
         let lens = lens(kernel, precision, k, rows);
         // To make a heap is to allocate, which a decode step must not.
         if !self.holds(lens) {
@@ -108,15 +108,20 @@ impl Activations {
     }
 }
 
+/// Inputs that are quantized together for weights of this precision; 0: they are split.
+fn group_of(precision: Precision) -> usize {
+    precision.group_size().filter(|_| precision.takes_integers()).unwrap_or(0)
+}
+
 /// Numbers of `codes`, `scales`, `sums` and `parts`.
 fn lens(kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> [usize; 4] {
     // A config that lies has more blocks than a number holds.
     let blocks = |blocks: usize| blocks.saturating_mul(rows | 1);
     // A kernel may read whole tiles of rows, whose results it then forgets.
     let padded = |count: usize| blocks(count).saturating_add(TILE_ROWS);
-    match precision.group_size() {
-        Some(group) => [padded(k.div_ceil(CODES)).saturating_mul(CODES), padded(k / group), padded(k / group), 0],
-        None => [0, 0, 0, padded(k.div_ceil(BF16_INPUTS)).saturating_mul(kernel.split_words())],
+    match group_of(precision) {
+        group @ 1.. => [padded(k.div_ceil(CODES)).saturating_mul(CODES), padded(k / group), padded(k / group), 0],
+        0 => [0, 0, 0, padded(k.div_ceil(BF16_INPUTS)).saturating_mul(kernel.split_words())],
     }
 }
 
@@ -316,11 +321,7 @@ impl ActivationRows<'_> {
     pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &Tiles<'_>, out: &[f32]) -> usize {
         let tiles = tiles.bytes;
         let count = tiles.len() / layout.tile_bytes();
-        assert_eq!(
-            (self.k, self.group),
-            (layout.k, layout.precision.group_size().unwrap_or(0)),
-            "activations for another matrix"
-        );
+        assert_eq!((self.k, self.group), (layout.k, group_of(layout.precision)), "activations for another matrix");
         assert_eq!((tiles.len(), out.len()), (count * layout.tile_bytes(), self.len * count * TILE_ROWS));
         if self.group > 0 {
             assert!([16, 32, 64, 128].contains(&self.group) && self.k.is_multiple_of(self.group));

@@ -18,9 +18,9 @@ use std::sync::OnceLock;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::avx512::{self, lookup, runs, scales16};
+use super::avx512::{self, e4m3, float_scales16, lookup, runs, scales16};
 use super::shared::{self, PREFETCH_TOKENS};
-use super::tiles::{Scales, Stream, bias, by_row, even_bits, is_table, row, step, table};
+use super::tiles::{INTEGER_ROWS, Scales, Stream, bias, by_row, even_bits, is_table, row, step, table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot};
 
 /// 32 inputs: their high parts as bf16, then their low parts.
@@ -66,6 +66,7 @@ impl Kernel for Amx {
         unsafe {
             match layout.precision.row_number() {
                 None => split_tiles(layout, tiles, x, start, out, count),
+                Some(INTEGER_ROWS..) => float_tiles(layout, tiles, x, start, out, count),
                 Some(_) if x.len() < least_tokens(x) => avx512::each_tile(layout, tiles, x, start, out, count),
                 Some(row) => by_row!(row, packed_tiles[](layout, tiles, x, start, out, count)),
             }
@@ -581,6 +582,142 @@ unsafe fn sum_groups<const ROW: usize, const R: usize>(
             }
             if g < groups.1 {
                 store!(0, dots.as_mut_ptr(), 64usize);
+            }
+        }
+    }
+    for t in 0..R.min(rows) {
+        // SAFETY: 16 numbers.
+        unsafe { _mm512_storeu_ps(out[t * stride..][..TILE_ROWS].as_mut_ptr(), acc[t]) };
+    }
+}
+
+/// Inputs of a tile of FP8 that are unpacked at a time: 16 KiB, which stay in L1.
+const UNPACKED_FLOATS: usize = 512;
+
+/// Weights of a tile as bf16, 16 rows of 2 inputs to a line.
+#[repr(C, align(64))]
+struct Floats([MaybeUninit<[u8; 64]>; UNPACKED_FLOATS / 2]);
+
+/// Tiles of FP8 times split activations: for some inputs at a time all tiles, for each tile all tokens.
+///
+/// # Safety
+/// AMX and AVX-512; what `ActivationRows::check` promises.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn float_tiles(
+    layout: &MatrixLayout,
+    tiles: &Tiles<'_>,
+    x: &ActivationRows<'_>,
+    start: Start,
+    out: &mut [f32],
+    count: usize,
+) {
+    let (tile_bytes, stride) = (layout.tile_bytes(), count * TILE_ROWS);
+    let (blocks, height) = cut(x.len());
+    // SAFETY: the features are there; tiles are released below.
+    unsafe { configure(4, height, 64) };
+    let mut unpacked = Floats([MaybeUninit::uninit(); UNPACKED_FLOATS / 2]);
+    for from in (0..x.k).step_by(UNPACKED_FLOATS) {
+        let to = x.k.min(from + UNPACKED_FLOATS);
+        for (i, tile) in tiles.bytes.chunks_exact(tile_bytes).enumerate() {
+            let (scales, lines) = Scales::split(layout, tile);
+            let (groups, onto) = ((from / scales.group, to / scales.group), from > 0 || start == Start::Out);
+            // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can
+            // be read.
+            unsafe {
+                let lines = &lines[from * TILE_ROWS..to * TILE_ROWS];
+                if x.len() <= PREFETCH_TOKENS {
+                    for lines in lines.as_chunks::<1024>().0 {
+                        tiles.stream().from(lines.as_ptr()).prefetch(lines.as_ptr(), 16);
+                    }
+                }
+                unpack_floats(lines, &mut unpacked);
+                for block in 0..blocks {
+                    let first = block * height;
+                    let rows = height.min(x.len() - first);
+                    let out = &mut out[first * stride + i * TILE_ROWS..];
+                    let part = Part { scales, next: std::ptr::null(), onto, groups, stride };
+                    match rows.div_ceil(4) {
+                        1 => sum_float_groups::<4>(&unpacked, &part, x, first, rows, out),
+                        2 => sum_float_groups::<8>(&unpacked, &part, x, first, rows, out),
+                        3 => sum_float_groups::<12>(&unpacked, &part, x, first, rows, out),
+                        _ => sum_float_groups::<16>(&unpacked, &part, x, first, rows, out),
+                    }
+                }
+            }
+        }
+    }
+    // SAFETY: as above.
+    unsafe { release() };
+}
+
+/// # Safety
+/// AVX-512; `lines` are whole, and there is room for them.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn unpack_floats(lines: &[u8], to: &mut Floats) {
+    for (line, to) in lines.as_chunks::<64>().0.iter().zip(to.0.as_chunks_mut::<2>().0) {
+        // Of f32 numbers that are bf16 the upper halves, two inputs to a dword.
+        let pair = |even: __m512, odd: __m512| {
+            let even = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+            _mm512_or_si512(even, _mm512_castps_si512(odd)) // whose lower half is zero
+        };
+        // SAFETY: a line, and two.
+        unsafe {
+            let w = _mm512_loadu_si512(line.as_ptr().cast());
+            _mm512_store_si512(to[0].as_mut_ptr().cast(), pair(e4m3::<0>(w), e4m3::<1>(w)));
+            _mm512_store_si512(to[1].as_mut_ptr().cast(), pair(e4m3::<2>(w), e4m3::<3>(w)));
+        }
+    }
+}
+
+/// As [`sum_groups`], of floats.
+///
+/// # Safety
+/// AMX, configured, and AVX-512; a tile's scales; the block's tokens can be read.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn sum_float_groups<const R: usize>(
+    floats: &Floats,
+    part: &Part<'_>,
+    x: &ActivationRows<'_>,
+    first: usize,
+    rows: usize,
+    out: &mut [f32],
+) {
+    let Part { scales, onto, groups, stride, .. } = *part;
+    let blocks = scales.group / BF16_INPUTS;
+    let mut sums = MaybeUninit::<Results<f32>>::uninit();
+    let mut acc = [_mm512_setzero_ps(); R];
+    if onto {
+        for t in 0..R.min(rows) {
+            // SAFETY: 16 numbers.
+            acc[t] = unsafe { _mm512_loadu_ps(out[t * stride..][..TILE_ROWS].as_ptr()) };
+        }
+    }
+    for g in groups.0..=groups.1 {
+        // SAFETY: as promised by the caller; `sums` is a whole tile.
+        unsafe {
+            if g < groups.1 {
+                zero!(0);
+                for block in g * blocks..(g + 1) * blocks {
+                    let high = x.parts(first).wrapping_add(block * x.stride * SPLIT_WORDS);
+                    let b = floats.0.as_ptr().wrapping_add((block - groups.0 * blocks) * BF16_INPUTS / 2);
+                    load!(4, b, 64usize);
+                    load!(6, high, SPLIT_BYTES);
+                    multiply!("tdpbf16ps", 0, 6, 4);
+                    load!(7, high.wrapping_add(SPLIT_WORDS / 2), SPLIT_BYTES);
+                    multiply!("tdpbf16ps", 0, 7, 4);
+                }
+            }
+            if g > groups.0 {
+                let scale = float_scales16(scales, g - 1);
+                for t in 0..R {
+                    let sum = _mm512_load_ps(sums.as_ptr().cast::<f32>().add(t * TILE_ROWS));
+                    acc[t] = _mm512_fmadd_ps(sum, scale, acc[t]);
+                }
+            }
+            if g < groups.1 {
+                store!(0, sums.as_mut_ptr(), 64usize);
             }
         }
     }

@@ -15,6 +15,12 @@ macro_rules! by_precision {
         match ($precision.row_number(), $x.len()) {
             (None, 2) => $crate::kernel::avx2::split_block::<2>($lines, $x, $out, $to),
             (None, _) => $crate::kernel::avx2::split_block::<1>($lines, $x, $out, $to),
+            (Some($crate::kernel::tiles::INTEGER_ROWS..), 2) => {
+                $crate::kernel::avx2::float_block::<2>($scales, $lines, $x, $out, $to)
+            }
+            (Some($crate::kernel::tiles::INTEGER_ROWS..), _) => {
+                $crate::kernel::avx2::float_block::<1>($scales, $lines, $x, $out, $to)
+            }
             (Some(row), 2) => $crate::kernel::tiles::by_row!(row, $block[2]($scales, $lines, $x, $out, $to)),
             (Some(row), _) => $crate::kernel::tiles::by_row!(row, $block[1]($scales, $lines, $x, $out, $to)),
         }
@@ -290,6 +296,15 @@ pub(super) unsafe fn scales8<const ROW: usize>(scales: Scales<'_>, group: usize,
         pack::Scales::Plain => {
             [_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers(at)), 16)), _mm256_setzero_ps()]
         }
+        pack::Scales::Wide => unreachable!("integers have no such scales"),
+        pack::Scales::E4m3 => {
+            // SAFETY: as promised by the caller.
+            let (bytes, number) = unsafe {
+                let bytes = _mm_loadl_epi64(scales.bytes.as_ptr().add(at + 8 * upper).cast());
+                (bytes, _mm256_loadu_ps(scales.bytes.as_ptr().add(32 * upper).cast()))
+            };
+            [_mm256_mul_ps(e4m3::<0>(_mm256_cvtepu8_epi32(bytes)), number), _mm256_setzero_ps()]
+        }
         pack::Scales::WithOffset => [_mm256_cvtph_ps(numbers(at)), _mm256_cvtph_ps(numbers(at + 2 * TILE_ROWS))],
         pack::Scales::Counted { zero, offsets, .. } => {
             // SAFETY: as promised by the caller.
@@ -305,6 +320,23 @@ pub(super) unsafe fn scales8<const ROW: usize>(scales: Scales<'_>, group: usize,
             [scale, _mm256_xor_ps(offset, _mm256_set1_ps(-0.0))]
         }
     }
+}
+
+/// Numbers of E4M3, byte `J` of each dword, exactly.
+///
+/// Exponent and mantissa go to where f32 has them; a product with 2^120 mends the bias and normalizes subnormals.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn e4m3<const J: usize>(dwords: __m256i) -> __m256 {
+    let (magnitude, sign) = match J {
+        0 => (_mm256_slli_epi32(dwords, 20), _mm256_slli_epi32(dwords, 24)),
+        1 => (_mm256_slli_epi32(dwords, 12), _mm256_slli_epi32(dwords, 16)),
+        2 => (_mm256_slli_epi32(dwords, 4), _mm256_slli_epi32(dwords, 8)),
+        _ => (_mm256_srli_epi32(dwords, 4), dwords),
+    };
+    let magnitude = _mm256_castsi256_ps(_mm256_and_si256(magnitude, _mm256_set1_epi32(0x07f0_0000)));
+    let sign = _mm256_castsi256_ps(_mm256_and_si256(sign, _mm256_set1_epi32(i32::MIN)));
+    _mm256_or_ps(_mm256_mul_ps(magnitude, _mm256_set1_ps(f32::from_bits((127 + 120) << 23))), sign)
 }
 
 /// What 16 rows of a group count of their super-block's numbers, as bytes: of `d`, and of `dmin`.
@@ -396,6 +428,88 @@ pub(super) unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRow
             _mm256_storeu_ps(out.as_mut_ptr(), acc[t][0]);
             _mm256_storeu_ps(out.as_mut_ptr().add(8), acc[t][1]);
         }
+    }
+}
+
+/// `T` tokens through one tile of FP8, as [`split_block`], the sum of each group for itself.
+///
+/// # Safety
+/// AVX2 and FMA; what `ActivationRows::check` promises.
+#[target_feature(enable = "avx2,fma")]
+pub(super) unsafe fn float_block<const T: usize>(
+    scales: Scales<'_>,
+    lines: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    to: To,
+) {
+    // The lines that prefetching from the first code on would step over.
+    let first = lines.as_ptr().wrapping_sub(scales.bytes.len());
+    to.stream.from(first).prefetch(first, scales.bytes.len() / 64);
+    // SAFETY: as promised to this function.
+    let mut acc = unsafe { sums::<T>(to, out) };
+    for (g, lines) in lines.chunks_exact(scales.group * TILE_ROWS).enumerate() {
+        let mut group = [[_mm256_setzero_ps(); 2]; T];
+        for (i, lines) in lines.chunks_exact(BF16_INPUTS * TILE_ROWS).enumerate() {
+            to.stream.from(lines.as_ptr()).prefetch(lines.as_ptr(), BF16_INPUTS / 4);
+            let at = x.parts_of::<T>(g * scales.group / BF16_INPUTS + i);
+            for half in 0..2 {
+                let mut sums = [[[_mm256_setzero_ps(); 2]; 2]; T]; // [token][high, low][even, odd]
+                for run in 0..BF16_INPUTS / 4 {
+                    // SAFETY: 32 bytes of a line.
+                    let w = unsafe { _mm256_loadu_si256(lines.as_ptr().add(64 * run + 32 * half).cast()) };
+                    let w = [e4m3::<0>(w), e4m3::<1>(w), e4m3::<2>(w), e4m3::<3>(w)];
+                    for j in 0..4 {
+                        for t in 0..T {
+                            for part in 0..2 {
+                                // SAFETY: a row has 64 numbers in each block.
+                                let x = _mm256_set1_ps(unsafe { *at[t].add(32 * part + 4 * run + j) });
+                                sums[t][part][j % 2] = _mm256_fmadd_ps(x, w[j], sums[t][part][j % 2]);
+                            }
+                        }
+                    }
+                }
+                for t in 0..T {
+                    for part in 0..2 {
+                        let sum = _mm256_add_ps(sums[t][part][0], sums[t][part][1]);
+                        group[t][half] = _mm256_add_ps(group[t][half], sum);
+                    }
+                }
+            }
+        }
+        for half in 0..2 {
+            // SAFETY: the scales of group `g`, before `lines`.
+            let scale = unsafe { float_scales8(scales, g, half) };
+            for t in 0..T {
+                acc[t][half] = _mm256_fmadd_ps(group[t][half], scale, acc[t][half]);
+            }
+        }
+    }
+    for t in 0..T {
+        let out = &mut out[t * to.stride..][..TILE_ROWS];
+        // SAFETY: 16 floats, as just sliced.
+        unsafe {
+            _mm256_storeu_ps(out.as_mut_ptr(), acc[t][0]);
+            _mm256_storeu_ps(out.as_mut_ptr().add(8), acc[t][1]);
+        }
+    }
+}
+
+/// Scales of a group of FP8, of the lower or the upper 8 rows.
+///
+/// # Safety
+/// The group's scales to read; AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn float_scales8(scales: Scales<'_>, group: usize, upper: usize) -> __m256 {
+    let bytes = scales.bytes.as_ptr();
+    // SAFETY: as promised by the caller.
+    unsafe {
+        if scales.f32 {
+            return _mm256_loadu_ps(bytes.add(group * 4 * TILE_ROWS + 32 * upper).cast());
+        }
+        let numbers = _mm_loadu_si128(bytes.add(group * 2 * TILE_ROWS + 16 * upper).cast());
+        _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers), 16))
     }
 }
 

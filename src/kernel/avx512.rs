@@ -8,7 +8,9 @@ use moebius_cache::pack::{self, BF16_INPUTS, MatrixLayout, TILE_ROWS};
 use super::activations::CODES as BLOCK;
 use super::avx2::counts;
 use super::shared::PREFETCH_TOKENS;
-use super::tiles::{Scales, To, bias, by_row, even_bits, half_bytes, half_lines, is_table, row, step, table};
+use super::tiles::{
+    INTEGER_ROWS, Scales, To, bias, by_row, even_bits, half_bytes, half_lines, is_table, row, step, table,
+};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Exists only where [`detect`] found the features: that is what every call below relies on.
@@ -79,6 +81,8 @@ const fn most_tokens(number: usize) -> usize {
 }
 /// The same for a BF16 tile: four sums and an accumulator each.
 const MAX_SPLIT_TOKENS: usize = 5;
+/// The same for a tile of FP8: another accumulator each, and four weights.
+const MAX_FLOAT_TOKENS: usize = 4;
 
 /// What the sums of a block of tokens begin with.
 ///
@@ -101,7 +105,11 @@ unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [__m512; T] {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     let (scales, lines) = Scales::split(layout, tile);
-    let most = layout.precision.row_number().map_or(MAX_SPLIT_TOKENS, most_tokens);
+    let most = match layout.precision.row_number() {
+        None => MAX_SPLIT_TOKENS,
+        Some(INTEGER_ROWS..) => MAX_FLOAT_TOKENS,
+        Some(row) => most_tokens(row),
+    };
     let mut t = 0;
     while t < x.len() {
         // Even blocks: 13 tokens are 7 and 6, not 12 and 1.
@@ -112,6 +120,7 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
         unsafe {
             match layout.precision.row_number() {
                 None => split_tokens(lines, &now, out, to),
+                Some(INTEGER_ROWS..) => float_tokens(scales, lines, &now, out, to),
                 Some(row) => by_row!(row, tokens[](scales, lines, &now, out, to)),
             }
         }
@@ -148,6 +157,110 @@ unsafe fn split_tokens(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to
             5 => split_block::<5>(lines, x, out, to),
             n => unreachable!("{n} tokens in a block"),
         }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn float_tokens(scales: Scales<'_>, lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
+    // SAFETY: as promised to this function; `x` has as many rows as the instance takes.
+    unsafe {
+        match x.len() {
+            1 => float_block::<1>(scales, lines, x, out, to),
+            2 => float_block::<2>(scales, lines, x, out, to),
+            3 => float_block::<3>(scales, lines, x, out, to),
+            4 => float_block::<4>(scales, lines, x, out, to),
+            n => unreachable!("{n} tokens in a block"),
+        }
+    }
+}
+
+/// Numbers of E4M3, byte `J` of each dword, exactly.
+///
+/// Exponent and mantissa go to where f32 has them; a product with 2^120 mends the bias and normalizes subnormals.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) fn e4m3<const J: usize>(dwords: __m512i) -> __m512 {
+    let (magnitude, sign) = match J {
+        0 => (_mm512_slli_epi32(dwords, 20), _mm512_slli_epi32(dwords, 24)),
+        1 => (_mm512_slli_epi32(dwords, 12), _mm512_slli_epi32(dwords, 16)),
+        2 => (_mm512_slli_epi32(dwords, 4), _mm512_slli_epi32(dwords, 8)),
+        _ => (_mm512_srli_epi32(dwords, 4), dwords),
+    };
+    let magnitude = _mm512_castsi512_ps(_mm512_and_si512(magnitude, _mm512_set1_epi32(0x07f0_0000)));
+    let size = _mm512_mul_ps(magnitude, _mm512_set1_ps(f32::from_bits((127 + 120) << 23)));
+    // size | sign & the highest bit
+    let bits = _mm512_ternarylogic_epi32(_mm512_castps_si512(size), sign, _mm512_set1_epi32(i32::MIN), 0xf8);
+    _mm512_castsi512_ps(bits)
+}
+
+/// `T` tokens through one tile of FP8, as [`split_block`], the sum of each group for itself.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn float_block<const T: usize>(
+    scales: Scales<'_>,
+    lines: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    to: To,
+) {
+    // The lines that prefetching from the first code on would step over.
+    let first = lines.as_ptr().wrapping_sub(scales.bytes.len());
+    to.stream.from(first).prefetch(first, scales.bytes.len() / 64);
+    // SAFETY: as promised to this function.
+    let mut acc = unsafe { sums::<T>(to, out) };
+    for (g, lines) in lines.chunks_exact(scales.group * TILE_ROWS).enumerate() {
+        let mut group = [_mm512_setzero_ps(); T];
+        for (i, lines) in lines.chunks_exact(BF16_INPUTS * TILE_ROWS).enumerate() {
+            to.stream.from(lines.as_ptr()).prefetch(lines.as_ptr(), BF16_INPUTS / 4);
+            let at = x.parts_of::<T>(g * scales.group / BF16_INPUTS + i);
+            let mut sums = [[[_mm512_setzero_ps(); 2]; 2]; T]; // [token][high, low][even, odd]
+            for run in 0..BF16_INPUTS / 4 {
+                // SAFETY: a line of 64 bytes.
+                let w = unsafe { _mm512_loadu_si512(lines.as_ptr().add(64 * run).cast()) };
+                let w = [e4m3::<0>(w), e4m3::<1>(w), e4m3::<2>(w), e4m3::<3>(w)];
+                for j in 0..4 {
+                    for t in 0..T {
+                        for part in 0..2 {
+                            // SAFETY: a row has 64 numbers in each block.
+                            let x = _mm512_set1_ps(unsafe { *at[t].add(32 * part + 4 * run + j) });
+                            sums[t][part][j % 2] = _mm512_fmadd_ps(x, w[j], sums[t][part][j % 2]);
+                        }
+                    }
+                }
+            }
+            for t in 0..T {
+                for part in 0..2 {
+                    group[t] = _mm512_add_ps(group[t], _mm512_add_ps(sums[t][part][0], sums[t][part][1]));
+                }
+            }
+        }
+        // SAFETY: the scales of group `g`, before `lines`.
+        let scale = unsafe { float_scales16(scales, g) };
+        for t in 0..T {
+            acc[t] = _mm512_fmadd_ps(group[t], scale, acc[t]);
+        }
+    }
+    for t in 0..T {
+        let out = &mut out[t * to.stride..][..TILE_ROWS];
+        // SAFETY: 16 floats, as just sliced.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), acc[t]) };
+    }
+}
+
+/// Scales of a group of FP8.
+///
+/// # Safety
+/// The group's scales to read; AVX-512 F.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) unsafe fn float_scales16(scales: Scales<'_>, group: usize) -> __m512 {
+    let bytes = scales.bytes.as_ptr();
+    // SAFETY: as promised by the caller.
+    unsafe {
+        if scales.f32 {
+            return _mm512_loadu_ps(bytes.add(group * 4 * TILE_ROWS).cast());
+        }
+        let numbers = _mm256_loadu_si256(bytes.add(group * 2 * TILE_ROWS).cast());
+        _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16))
     }
 }
 
@@ -336,6 +449,15 @@ pub(super) unsafe fn scales16<const ROW: usize>(scales: Scales<'_>, group: usize
         pack::Scales::Plain if scales.f16 => [_mm512_cvtph_ps(numbers(at)), _mm512_setzero_ps()],
         pack::Scales::Plain => {
             [_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers(at)), 16)), _mm512_setzero_ps()]
+        }
+        pack::Scales::Wide => unreachable!("integers have no such scales"),
+        pack::Scales::E4m3 => {
+            // SAFETY: as promised by the caller.
+            let (bytes, number) = unsafe {
+                let bytes = _mm_loadu_si128(scales.bytes.as_ptr().add(at).cast());
+                (bytes, _mm512_loadu_ps(scales.bytes.as_ptr().cast()))
+            };
+            [_mm512_mul_ps(e4m3::<0>(_mm512_cvtepu8_epi32(bytes)), number), _mm512_setzero_ps()]
         }
         pack::Scales::WithOffset => [_mm512_cvtph_ps(numbers(at)), _mm512_cvtph_ps(numbers(at + 2 * TILE_ROWS))],
         pack::Scales::Counted { zero, offsets, .. } => {

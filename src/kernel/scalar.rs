@@ -40,6 +40,7 @@ impl Kernel for Scalar {
                     let acc = if start == Start::Out { *out } else { 0.0 };
                     *out = match layout.precision.row() {
                         None => split_dot(tile, x, r, t, acc),
+                        Some(row) if row.codes.are_floats() => float_dot(layout, row, tile, x, r, t, acc),
                         Some(row) => packed_dot(layout, row, tile, x, r, t, acc),
                     };
                 }
@@ -129,16 +130,42 @@ fn split_dot(tile: &[u8], x: &ActivationRows<'_>, r: usize, t: usize, mut acc: f
         bf16::from_le_bytes([tile[at], tile[at + 1]]).to_f32()
     };
     for block in 0..x.k.div_ceil(BF16_INPUTS) {
-        // SAFETY: `check` has seen that all parts of the row can be read.
-        #[allow(unsafe_code)]
-        let part = |i: usize| unsafe { *x.parts(t).add(block * x.stride * x.words + i) };
-        for from in [0, BF16_INPUTS] {
-            let mut sums = [0.0f32; 2];
-            for i in 0..BF16_INPUTS {
-                sums[i % 2] = part(from + i).mul_add(weight(block * BF16_INPUTS + i), sums[i % 2]);
-            }
-            acc += sums[0] + sums[1];
+        acc = block_dot(x, t, block, weight, acc);
+    }
+    acc
+}
+
+/// The same of a tile of floats of 8 bits, whose groups have scales.
+fn float_dot(
+    layout: &MatrixLayout,
+    row: Row,
+    tile: &[u8],
+    x: &ActivationRows<'_>,
+    r: usize,
+    t: usize,
+    mut acc: f32,
+) -> f32 {
+    let lines = &tile[layout.scale_bytes()..];
+    let blocks = layout.precision.group_size().unwrap_or(x.k) / BF16_INPUTS;
+    for g in 0..x.k / BF16_INPUTS / blocks {
+        let weight = |k: usize| row.codes.value(unpack_code(row.codes, lines, r, k));
+        let sum = (g * blocks..(g + 1) * blocks).fold(0.0, |sum, block| block_dot(x, t, block, weight, sum));
+        acc = sum.mul_add(unpack_scale(layout, tile, r, g).0, acc);
+    }
+    acc
+}
+
+/// 32 weights times row `t` of the activations.
+fn block_dot(x: &ActivationRows<'_>, t: usize, block: usize, weight: impl Fn(usize) -> f32, mut acc: f32) -> f32 {
+    // SAFETY: `check` has seen that all parts of the row can be read.
+    #[allow(unsafe_code)]
+    let part = |i: usize| unsafe { *x.parts(t).add(block * x.stride * x.words + i) };
+    for from in [0, BF16_INPUTS] {
+        let mut sums = [0.0f32; 2];
+        for i in 0..BF16_INPUTS {
+            sums[i % 2] = part(from + i).mul_add(weight(block * BF16_INPUTS + i), sums[i % 2]);
         }
+        acc += sums[0] + sums[1];
     }
     acc
 }

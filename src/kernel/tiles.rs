@@ -143,14 +143,15 @@ pub(super) const fn row(number: usize) -> Row {
     Row::ALL[number]
 }
 
-/// `by_row!(number, function[N, ..](arguments))` is `function::<ROW, N, ..>(arguments)` for the row of this number.
+/// `by_row!(number, function[N, ..](arguments))` is `function::<ROW, N, ..>(arguments)` for the row of this number, of
+/// those whose codes are integers.
 #[cfg(target_arch = "x86_64")]
 macro_rules! by_row {
     ($number:expr, $function:ident $n:tt $arguments:tt) => {
-        $crate::kernel::tiles::by_row!(@ $number, $function $n $arguments, 0 1 2 3 4 5 6 7 8 9 10 11 12)
+        $crate::kernel::tiles::by_row!(@ $number, $function $n $arguments, 0 1 2 3 4 5 6 7 8 9 10 11 12 13)
     };
     (@ $number:expr, $function:ident $n:tt $arguments:tt, $($row:literal)*) => {{
-        const { assert!([$($row),*].len() == ::moebius_cache::pack::Row::ALL.len(), "a number for each row") };
+        const { assert!([$($row),*].len() == $crate::kernel::tiles::INTEGER_ROWS, "a number for each row") };
         match $number {
             $($row => $crate::kernel::tiles::by_row!(@@ $row $function $n $arguments),)*
             other => unreachable!("there is no row {other}"),
@@ -162,6 +163,16 @@ macro_rules! by_row {
 }
 #[cfg(target_arch = "x86_64")]
 pub(super) use by_row;
+
+/// So many rows have integers as codes: the first ones.
+#[cfg(target_arch = "x86_64")]
+pub(super) const INTEGER_ROWS: usize = {
+    let mut count = 0;
+    while count < Row::ALL.len() && !Row::ALL[count].codes.are_floats() {
+        count += 1;
+    }
+    count
+};
 
 /// What makes codes unsigned, for instructions that want them so: stored with integers, looked up with tables.
 #[cfg(target_arch = "x86_64")]
@@ -220,12 +231,14 @@ pub(super) const fn half_lines(number: usize, half: usize) -> usize {
     step(number, half) / 64
 }
 
-/// The scales at the beginning of a tile: 16 rows' for each group, two bytes each.
+/// The scales at the beginning of a tile.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 pub(super) struct Scales<'a> {
     pub(super) bytes: &'a [u8],
-    pub(super) f16: bool, // not bf16
+    pub(super) group: usize, // inputs that share one
+    pub(super) f16: bool,    // not bf16
+    pub(super) f32: bool,
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -233,7 +246,8 @@ impl<'a> Scales<'a> {
     /// Those of a tile, and what follows.
     pub(super) fn split(layout: &MatrixLayout, tile: &'a [u8]) -> (Self, &'a [u8]) {
         let (bytes, lines) = tile.split_at(layout.scale_bytes());
-        (Self { bytes, f16: layout.precision.scales() == ScaleType::F16 }, lines)
+        let (group, scales) = (layout.precision.group_size().unwrap_or(0), layout.precision.scales());
+        (Self { bytes, group, f16: scales == ScaleType::F16, f32: scales == ScaleType::F32 }, lines)
     }
 }
 

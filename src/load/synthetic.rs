@@ -96,7 +96,8 @@ fn fill_tile(layout: &MatrixLayout, tile: &mut [u8], rms: f32, random: &mut Rand
     else {
         return fill_bf16(bytemuck::cast_slice_mut(tile), rms, random.bits());
     };
-    if scales != Scales::Plain || codes == CodeType::Iq4 || !codes.bits().is_power_of_two() {
+    let of_integers = scales == Scales::Plain && !codes.are_floats();
+    if !of_integers || codes == CodeType::Iq4 || !codes.bits().is_power_of_two() {
         // Bits of codes lie in several places, or have no mean of zero: as a checkpoint's weights.
         let mut weights = vec![bf16::ZERO; TILE_ROWS * layout.k];
         fill_bf16(&mut weights, rms, random.bits());
@@ -105,7 +106,7 @@ fn fill_tile(layout: &MatrixLayout, tile: &mut [u8], rms: f32, random: &mut Rand
     }
     let symmetric = symmetric(codes);
     let (scales, lines) = tile.split_at_mut(layout.scale_bytes());
-    let scale = layout.precision.scales().to_bits(rms / code_rms(codes, &symmetric)).to_le_bytes();
+    let scale = (layout.precision.scales().to_bits(rms / code_rms(codes, &symmetric)) as u16).to_le_bytes();
     scales[..layout.k / group_size * TILE_ROWS * 2].chunks_exact_mut(2).for_each(|s| s.copy_from_slice(&scale));
     for word in lines.chunks_exact_mut(8) {
         let bytes = random.bits().to_le_bytes().map(|byte| symmetric[usize::from(byte)]);

@@ -101,6 +101,12 @@ fn quantized<'a>(checkpoint: &'a Checkpoint, stem: &str, shape: [usize; 2]) -> R
     (reader.read)(Stored { checkpoint, view, part: None, shape }).map(Some)
 }
 
+/// The shape of the matrix in a tensor of elements that hold several of its weights; `None`: its own.
+pub(super) fn held_shape(checkpoint: &Checkpoint, view: &TensorView<'_>) -> Option<[usize; 2]> {
+    let reader = READERS.iter().find(|reader| (reader.dtype)(view.dtype))?;
+    (reader.shape)(checkpoint.quantization().config(), view)
+}
+
 /// A whole matrix `[n, k]`, or number `part` of stacked ones, by the type of its elements.
 fn matrix<'a>(
     checkpoint: &'a Checkpoint,
@@ -110,7 +116,8 @@ fn matrix<'a>(
 ) -> Result<Found<'a>> {
     let whole = part.map_or(view, |i| view.part(i));
     // A matrix of one row may lie as a vector.
-    if !(n == 1 && whole.shape == [k]) && whole.shape != [n, k] {
+    let holds = held_shape(checkpoint, &whole);
+    if !(n == 1 && whole.shape == [k]) && holds != Some([n, k]) && (holds.is_some() || whole.shape != [n, k]) {
         whole.expect_shape(&[n, k])?;
     }
     Stored { checkpoint, view: whole, part, shape: [n, k] }.read()

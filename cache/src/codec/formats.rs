@@ -3,12 +3,14 @@
 //! and announced in a config follows from that row.
 
 mod awq;
+mod bytes;
 mod compressed_tensors;
 pub(super) mod float;
-mod fp8;
+pub(super) mod fp8;
 mod gguf;
 mod gptq;
 mod mxfp4;
+mod nvfp4;
 
 use serde_json::Value;
 
@@ -32,7 +34,7 @@ pub(super) struct Reader {
     pub(super) tensor: &'static str,
     /// What ends the names of tensors that hold the weights of all experts; empty: nothing.
     pub(super) stack: &'static str,
-    /// Shape `[n, k]` of the matrix, or of each of a stack, that such a tensor holds; `None`: it holds none.
+    /// Shape `[n, k]` of the matrix, or of each of a stack, that such a tensor holds; `None`: its own, or it has none.
     pub(super) shape: fn(&Value, &TensorView<'_>) -> Option<[usize; 2]>,
     /// Reads a matrix that was found by its element type, its tensor or its stack.
     pub(super) read: for<'a> fn(Stored<'a>) -> Result<Found<'a>>,
@@ -53,14 +55,15 @@ impl Reader {
 }
 
 /// Every reader.
-pub(super) static READERS: [Reader; 8] = [
+pub(super) static READERS: [Reader; 9] = [
     float::READER,
     fp8::READER,
     compressed_tensors::READER,
-    compressed_tensors::BYTES,
+    bytes::READER,
     gptq::READER,
     awq::READER,
     mxfp4::READER,
+    nvfp4::READER,
     gguf::READER,
 ];
 
@@ -69,7 +72,7 @@ pub(super) static READERS: [Reader; 8] = [
 pub enum Format {
     /// Plain numbers: BF16, F16 or F32.
     Float(Dtype),
-    /// FP8 E4M3 with scales for blocks, rows or the whole.
+    /// FP8 E4M3 with scales for blocks, runs of inputs, rows or the whole.
     Fp8,
     /// Integers with a scale for each run of inputs.
     Integers {
@@ -82,8 +85,10 @@ pub enum Format {
     },
     /// Integers whose inputs are grouped out of order, which GPTQ calls act-order.
     OutOfOrder(Library),
-    /// 4-bit floats in blocks of 32, as gpt-oss has them.
+    /// 4-bit floats in blocks of 32.
     Mxfp4,
+    /// 4-bit floats in blocks of 16, whose scales are E4M3.
+    Nvfp4,
     /// A block type of GGUF files.
     Gguf(GgmlType),
 }
@@ -121,7 +126,7 @@ impl Format {
             .chain(integers(Gptq))
             .chain([Self::Integers { by: Awq, bits: 4, zeros: true }])
             .chain([CompressedTensors, Gptq].map(Self::OutOfOrder))
-            .chain([Self::Mxfp4])
+            .chain([Self::Mxfp4, Self::Nvfp4])
             .chain(GgmlType::ALL.map(Self::Gguf))
     }
 }
@@ -136,6 +141,7 @@ impl std::fmt::Display for Format {
             }
             Self::OutOfOrder(by) => write!(f, "{by} in act-order"),
             Self::Mxfp4 => write!(f, "MXFP4"),
+            Self::Nvfp4 => write!(f, "NVFP4"),
             Self::Gguf(kind) => write!(f, "GGUF {kind}"),
         }
     }

@@ -1,6 +1,7 @@
 //! What matrices a checkpoint holds: names and shapes of all that [`find`](super::find) finds, of stacked experts the
 //! first.
 
+use super::find::held_shape;
 use super::formats::READERS;
 use crate::checkpoint::{Checkpoint, Dtype, TensorView};
 
@@ -22,7 +23,7 @@ impl Checkpoint {
         let Some(view) = self.get(name) else { return Vec::new() };
         let (stem, part) = name.rsplit_once('.').unwrap_or(("", name));
         let shape = match (part, view.shape) {
-            ("weight", &[n, k]) => Some([n, k]),
+            ("weight", &[n, k]) => held_shape(self, &view).or(Some([n, k])),
             _ => self.shape_of(&view, stem, part),
         };
         shape.map_or_else(|| self.stacked(&view), |shape| vec![(format!("{stem}.weight"), shape)])

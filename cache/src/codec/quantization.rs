@@ -60,12 +60,16 @@ impl Quantization {
     /// Errors: one clause that names the method, or the variant of one, that is not supported.
     pub fn parse(config: &Value) -> std::result::Result<Self, String> {
         let given = |config: &Value| Some(config.get("quantization_config")?.clone()).filter(|q| !q.is_null());
-        let Some(q) = given(config).or_else(|| given(config.get("text_config")?)) else { return Ok(Self::NONE) };
+        let Some(mut q) = given(config).or_else(|| given(config.get("text_config")?)) else { return Ok(Self::NONE) };
         let method = q["quant_method"].as_str().unwrap_or("unknown");
         let Some(reader) = READERS.iter().find(|reader| reader.methods.contains(&method)) else {
             return refused(format!("`{method}`"));
         };
         (reader.check)(&q)?;
+        // DeepSeek-V4 says beside it that its experts are of another kind.
+        if let (Some(own), Some(experts)) = (q.as_object_mut(), config.get("expert_dtype")) {
+            own.insert("expert_dtype".into(), experts.clone());
+        }
         Ok(Self { reader: Some(reader), config: q })
     }
 }
@@ -125,7 +129,13 @@ mod tests {
         let by = |q: Value| kept(json!({ "quantization_config": q }));
         assert_eq!(kept(json!({})), Ok(None));
         assert_eq!(by(Value::Null), Ok(None));
-        assert_eq!(by(json!({"quant_method": "fp8", "weight_block_size": [64, 32]})), Ok(Some(Precision::int8(128))));
+        let fp8 = |group| Precision::fp8(group).with_scales(ScaleType::F32);
+        assert_eq!(by(json!({"quant_method": "fp8", "weight_block_size": [64, 32]})), Ok(Some(fp8(32))));
+        let mxfp8 = json!({"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"});
+        assert_eq!(by(mxfp8), Ok(Some(Precision::fp8(32))));
+        let experts = json!({"quantization_config": {"quant_method": "fp8"}, "expert_dtype": "fp4"});
+        assert_eq!(kept(experts), Ok(Some(Precision::Mxfp4)));
+        assert_eq!(by(json!({"quant_method": "modelopt", "quant_algo": "NVFP4"})), Ok(Some(Precision::Nvfp4)));
         let nested = json!({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}});
         assert_eq!(kept(nested), Ok(Some(Precision::Mxfp4)));
         for version in [json!({}), json!({"checkpoint_format": "gptq_v2"})] {
@@ -141,10 +151,11 @@ mod tests {
             (json!({"quant_method": "awq", "bits": 4, "version": "gemv"}), "`gemv`"),
             (json!({"quant_method": "fp8", "fmt": "e5m2"}), "`e5m2`"),
             (
-                json!({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "nvfp4-pack-quantized",
-                    "weights": {"num_bits": 4, "type": "float"}}}}),
-                "nvfp4",
+                json!({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "marlin-24",
+                    "weights": {"num_bits": 4, "type": "int"}}}}),
+                "marlin-24",
             ),
+            (json!({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}), "`W4A8_AWQ`"),
             (json!({"quant_method": "compressed-tensors"}), "without a group"),
         ] {
             let error = parse(q).unwrap_err();

@@ -6,7 +6,7 @@ use crate::checkpoint::{Dtype, TensorView};
 use crate::pack::ScaleType;
 use crate::{Error, Result};
 
-/// Scales of a matrix, `[rows, cols]`, in any type that a format keeps them in.
+/// Scales of a matrix, `[rows, cols]`, in any type that a format keeps them in; bytes are E8M0.
 pub(super) struct Scales<'a> {
     view: TensorView<'a>,
     cols: usize,
@@ -22,7 +22,7 @@ impl<'a> Scales<'a> {
             )));
         }
         match view.dtype {
-            Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8E8M0 => Ok(Self { view, cols }),
+            Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8E8M0 | Dtype::U8 => Ok(Self { view, cols }),
             other => Err(view.error(format!(
                 "holds scales of type {other:?}, which is not supported: download the model again, or its BF16 \
                  checkpoint"
@@ -40,9 +40,14 @@ impl<'a> Scales<'a> {
         }
     }
 
-    /// The type they are packed in: F16 as it is, of anything else what has its range.
+    /// The type they are packed in beside integers: F16 as it is, of anything else what has its range.
     pub(super) fn packed_type(&self) -> ScaleType {
         if self.view.dtype == Dtype::F16 { ScaleType::F16 } else { ScaleType::Bf16 }
+    }
+
+    /// The type they are packed in beside floats, all of them exactly.
+    pub(super) fn exact_type(&self) -> ScaleType {
+        if matches!(self.view.dtype, Dtype::F32 | Dtype::F16) { ScaleType::F32 } else { ScaleType::Bf16 }
     }
 }
 

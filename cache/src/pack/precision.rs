@@ -37,7 +37,27 @@ pub const DOUBLED_E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, 
 /// Source: ggml's `kvalues_iq4nl`.
 pub const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
-/// The type of a group's scale, two bytes.
+/// What eight bits of E4M3 stand for, NaN of both signs included: a sign, 4 bits of exponent with bias 7, 3 of
+/// mantissa.
+///
+/// Source: the OCP 8-bit floating point specification 1.0.
+pub const E4M3: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let (exponent, mantissa) = (byte as u32 >> 3 & 15, byte as u32 & 7);
+        let size = match (exponent, mantissa) {
+            (15, 7) => f32::NAN,
+            (0, _) => mantissa as f32 / 512.0,
+            _ => f32::from_bits(((exponent + 120) << 23) | mantissa << 20),
+        };
+        values[byte] = if byte < 128 { size } else { -size };
+        byte += 1;
+    }
+    values
+};
+
+/// The type of a group's scale.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ScaleType {
@@ -46,22 +66,43 @@ pub enum ScaleType {
     Bf16,
     /// 11 bits, up to 65504: where a checkpoint has them.
     F16,
+    /// All bits, in four bytes: of FP8, where a checkpoint has them.
+    F32,
 }
 
 impl ScaleType {
-    /// The bits of the nearest scale there is; beyond the range the last one.
-    pub fn to_bits(self, scale: f32) -> u16 {
+    /// Bytes of a scale.
+    pub const fn bytes(self) -> usize {
         match self {
-            ScaleType::Bf16 => bf16::from_f32(scale).to_bits(),
-            ScaleType::F16 => f16::from_f32(scale.clamp(f16::MIN.to_f32(), f16::MAX.to_f32())).to_bits(),
+            ScaleType::Bf16 | ScaleType::F16 => 2,
+            ScaleType::F32 => 4,
+        }
+    }
+
+    /// The bits of the nearest scale there is; beyond the range the last one.
+    pub fn to_bits(self, scale: f32) -> u32 {
+        match self {
+            ScaleType::Bf16 => bf16::from_f32(scale).to_bits().into(),
+            ScaleType::F16 => f16::from_f32(scale.clamp(f16::MIN.to_f32(), f16::MAX.to_f32())).to_bits().into(),
+            ScaleType::F32 => scale.to_bits(),
         }
     }
 
     /// The scale that has these bits.
-    pub fn from_bits(self, bits: u16) -> f32 {
+    pub fn from_bits(self, bits: u32) -> f32 {
         match self {
-            ScaleType::Bf16 => bf16::from_bits(bits).to_f32(),
-            ScaleType::F16 => f16::from_bits(bits).to_f32(),
+            ScaleType::Bf16 => bf16::from_bits(bits as u16).to_f32(),
+            ScaleType::F16 => f16::from_bits(bits as u16).to_f32(),
+            ScaleType::F32 => f32::from_bits(bits),
+        }
+    }
+
+    /// The type that holds scales of both.
+    pub fn of_both(self, other: Self) -> Self {
+        match (self, other) {
+            _ if self == other => self,
+            (ScaleType::F32, _) | (_, ScaleType::F32) => ScaleType::F32,
+            _ => ScaleType::Bf16,
         }
     }
 
@@ -77,6 +118,8 @@ pub enum CodeType {
     E2m1,
     /// Four bits that stand for a value of [`IQ4`].
     Iq4,
+    /// Floats: the bits of E4M3 themselves, [`E4M3`].
+    E4m3,
     /// Integers of so many bits, stored with `zero` added.
     Int {
         /// 2 to 6, or 8.
@@ -91,15 +134,55 @@ impl CodeType {
     pub const fn bits(self) -> usize {
         match self {
             Self::E2m1 | Self::Iq4 => 4,
+            Self::E4m3 => 8,
             Self::Int { bits, .. } => bits as usize,
         }
     }
 
-    /// The smallest and the largest code.
+    /// Whether codes are floats, which meet activations that are floats; integers meet integers.
+    pub const fn are_floats(self) -> bool {
+        matches!(self, Self::E4m3)
+    }
+
+    /// What a code counts.
+    pub fn value(self, code: i8) -> f32 {
+        match self {
+            Self::E4m3 => E4M3[usize::from(code as u8)],
+            _ => f32::from(code),
+        }
+    }
+
+    /// The code whose value is nearest.
+    pub fn nearest(self, value: f32) -> i8 {
+        match self {
+            Self::E4m3 => {
+                let magnitudes = &E4M3[..127];
+                let above = magnitudes.partition_point(|magnitude| *magnitude < value.abs());
+                let below = above.saturating_sub(1);
+                let nearer = match magnitudes.get(above) {
+                    Some(magnitude) if magnitude - value.abs() <= value.abs() - magnitudes[below] => above,
+                    _ => below,
+                };
+                (nearer as u8 | u8::from(value.is_sign_negative()) << 7) as i8
+            }
+            Self::E2m1 | Self::Iq4 => {
+                let distance = |&code: &i8| (value - f32::from(code)).abs();
+                let table = self.table().into_iter().flatten().copied();
+                table.min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0)
+            }
+            Self::Int { .. } => {
+                let [low, high] = self.range().map(f32::from);
+                value.round_ties_even().clamp(low, high) as i8
+            }
+        }
+    }
+
+    /// The smallest and the largest code; of floats all bytes are codes.
     pub const fn range(self) -> [i8; 2] {
         match self {
             Self::E2m1 => [-12, 12],
             Self::Iq4 => [IQ4[0], IQ4[15]],
+            Self::E4m3 => [i8::MIN, i8::MAX],
             Self::Int { bits, zero } => {
                 let low = -(zero as i32);
                 [low as i8, (low + (1 << bits) - 1) as i8]
@@ -112,7 +195,7 @@ impl CodeType {
         match self {
             Self::E2m1 => Some(&DOUBLED_E2M1),
             Self::Iq4 => Some(&IQ4),
-            Self::Int { .. } => None,
+            Self::E4m3 | Self::Int { .. } => None,
         }
     }
 
@@ -122,6 +205,7 @@ impl CodeType {
             Self::Int { zero, .. } => stored.wrapping_sub(zero) as i8,
             Self::E2m1 => DOUBLED_E2M1[stored as usize],
             Self::Iq4 => IQ4[stored as usize],
+            Self::E4m3 => stored as i8,
         }
     }
 
@@ -129,15 +213,19 @@ impl CodeType {
     pub fn stored(self, code: i8) -> u8 {
         match (self, self.table()) {
             (Self::Int { zero, .. }, _) => (code as u8).wrapping_add(zero),
+            (Self::E4m3, _) => code as u8,
             (_, Some(table)) => table
                 .iter()
                 .position(|&value| value == code)
                 .unwrap_or_else(|| panic!("{code} is not in the table of {self:?}"))
                 as u8,
-            (_, None) => unreachable!("what is no integer has a table"),
+            (_, None) => unreachable!("what is no number has a table"),
         }
     }
 }
+
+/// Codes lie in blocks of so many inputs of a row.
+const BLOCK: usize = 32;
 
 /// Super-blocks of so many inputs of a row.
 pub const SUPER_BLOCK: usize = 256;
@@ -147,6 +235,10 @@ pub const SUPER_BLOCK: usize = 256;
 pub enum Scales {
     /// A number of two bytes, of the precision's [`ScaleType`].
     Plain,
+    /// A number in f32.
+    Wide,
+    /// A number in E4M3, which counts how many of the row's f32 number the scale is.
+    E4m3,
     /// Two numbers in f16: a scale and an offset.
     WithOffset,
     /// A count of how many `d` of the super-block it is.
@@ -164,16 +256,22 @@ impl Scales {
     /// Whether groups have offsets.
     pub const fn have_offsets(self) -> bool {
         match self {
-            Self::Plain => false,
+            Self::Plain | Self::Wide | Self::E4m3 => false,
             Self::WithOffset => true,
             Self::Counted { offsets, .. } => offsets,
         }
     }
 
-    /// Bytes of the numbers that all groups of a super-block share, of 16 rows.
+    /// Whether a scale is a number of its own, and there is no offset.
+    pub const fn are_single(self) -> bool {
+        matches!(self, Self::Plain | Self::Wide)
+    }
+
+    /// Bytes of the numbers that all groups of a super-block, or of the row, share, of 16 rows.
     pub const fn head_bytes(self) -> usize {
         match self {
-            Self::Plain | Self::WithOffset => 0,
+            Self::Plain | Self::Wide | Self::WithOffset => 0,
+            Self::E4m3 => 4 * TILE_ROWS,
             Self::Counted { offsets, .. } => 2 * TILE_ROWS * (1 + offsets as usize),
         }
     }
@@ -182,15 +280,28 @@ impl Scales {
     pub const fn record_bytes(self) -> usize {
         match self {
             Self::Plain => 2 * TILE_ROWS,
-            Self::WithOffset => 4 * TILE_ROWS,
+            Self::Wide | Self::WithOffset => 4 * TILE_ROWS,
+            Self::E4m3 => TILE_ROWS,
             Self::Counted { bits, offsets, .. } => TILE_ROWS * bits as usize * (1 + offsets as usize) / 8,
         }
     }
 
-    /// Where a group's own bytes begin in a tile, and where those of its super-block do.
+    /// Bytes of the scales of `k` inputs of 16 rows.
+    pub const fn bytes(self, k: usize, group_size: usize) -> usize {
+        let heads = match self {
+            Self::Plain | Self::Wide | Self::WithOffset => 0,
+            Self::E4m3 => 1,
+            Self::Counted { .. } => k / SUPER_BLOCK,
+        };
+        heads * self.head_bytes() + k / group_size * self.record_bytes()
+    }
+
+    /// Where a group's own bytes begin in a tile, and where those of its super-block, or of the row, do.
     pub const fn at(self, group: usize, group_size: usize) -> (usize, usize) {
         match self {
-            Self::Plain | Self::WithOffset => (group * self.record_bytes(), 0),
+            Self::Plain | Self::Wide | Self::WithOffset | Self::E4m3 => {
+                (self.head_bytes() + group * self.record_bytes(), 0)
+            }
             Self::Counted { .. } => {
                 let groups = SUPER_BLOCK / group_size;
                 let bytes = self.head_bytes() + groups * self.record_bytes();
@@ -214,8 +325,8 @@ pub struct Row {
 
 impl Row {
     /// Every one there is; kernels know them by their numbers.
-    pub const ALL: [Self; 13] = {
-        use Scales::{Counted, Plain, WithOffset};
+    pub const ALL: [Self; 16] = {
+        use Scales::{Counted, Plain, Wide, WithOffset};
         const fn row(codes: CodeType, scales: Scales, group_size: usize) -> Row {
             Row { codes, scales, group_size }
         }
@@ -236,6 +347,9 @@ impl Row {
             row(int(4, 0), WithOffset, 32),
             row(int(5, 0), WithOffset, 32),
             row(int(5, 16), Plain, 32),
+            row(CodeType::E2m1, Scales::E4m3, 16),
+            row(CodeType::E4m3, Plain, 0),
+            row(CodeType::E4m3, Wide, 0),
         ]
     };
 }
@@ -265,6 +379,16 @@ pub enum Precision {
     /// 4-bit floats, E2M1, one bf16 scale per 32 inputs of a row: half of MXFP4's own, since codes count twice. All
     /// that MXFP4 has are bf16 numbers, the least two of them subnormal.
     Mxfp4,
+    /// 4-bit floats, E2M1, in groups of 16: scales in E4M3 that count half of a number for the whole matrix.
+    Nvfp4,
+    /// 8-bit floats, E4M3, one scale per `group_size` inputs of a row.
+    Fp8 {
+        /// Inputs that share a scale: 32, 64 or 128.
+        group_size: usize,
+        /// Type of the scales: bf16 or f32.
+        #[serde(default, skip_serializing_if = "ScaleType::is_bf16")]
+        scales: ScaleType,
+    },
     /// llama.cpp's: 2 bits, groups of 16 with offsets, counts of 4 bits.
     #[serde(rename = "q2_k")]
     Q2K,
@@ -304,7 +428,8 @@ impl Precision {
         let coded = [Self::int4, Self::int8].into_iter().flat_map(|of| GROUP_SIZES.map(of));
         let mut all = vec![Bf16, Mxfp4];
         all.extend(coded.flat_map(|precision| [precision, precision.with_scales(ScaleType::F16)]));
-        all.extend([Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Xs, Iq4Nl, Q4_1, Q5_1, Q5_0]);
+        all.extend([Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Xs, Iq4Nl, Q4_1, Q5_1, Q5_0, Nvfp4]);
+        all.extend(GROUP_SIZES.map(Self::fp8).into_iter().flat_map(|fp8| [fp8, fp8.with_scales(ScaleType::F32)]));
         all
     }
 
@@ -318,11 +443,19 @@ impl Precision {
         Precision::Int4 { group_size, scales: ScaleType::Bf16 }
     }
 
-    /// The same with scales of another type, where there is a choice.
+    /// FP8 with bf16 scales.
+    pub const fn fp8(group_size: usize) -> Self {
+        Precision::Fp8 { group_size, scales: ScaleType::Bf16 }
+    }
+
+    /// The same with scales of another type, where there is a choice: of integers bf16 or f16, of FP8 bf16 or f32.
     pub fn with_scales(self, scales: ScaleType) -> Self {
+        let of_integers = if scales == ScaleType::F32 { ScaleType::Bf16 } else { scales };
         match self {
-            Precision::Int8 { group_size, .. } => Precision::Int8 { group_size, scales },
-            Precision::Int4 { group_size, .. } => Precision::Int4 { group_size, scales },
+            Precision::Int8 { group_size, .. } => Precision::Int8 { group_size, scales: of_integers },
+            Precision::Int4 { group_size, .. } => Precision::Int4 { group_size, scales: of_integers },
+            Precision::Fp8 { group_size, .. } if scales == ScaleType::Bf16 => Precision::Fp8 { group_size, scales },
+            Precision::Fp8 { group_size, .. } => Precision::Fp8 { group_size, scales: ScaleType::F32 },
             _ => self,
         }
     }
@@ -332,16 +465,21 @@ impl Precision {
         match self {
             Precision::Int8 { scales, .. } => Precision::Int8 { group_size, scales },
             Precision::Int4 { scales, .. } => Precision::Int4 { group_size, scales },
+            Precision::Fp8 { scales, .. } => Precision::Fp8 { group_size, scales },
             _ if self.group_size().is_some_and(|own| own != group_size) => Precision::int8(group_size),
             _ => self,
         }
     }
 
-    /// The coarsest precision that keeps weights of both, with scales in BF16.
+    /// The coarsest precision that keeps weights of both, with scales in BF16 where one of theirs does not do.
     pub fn coarsest_of(self, other: Self) -> Self {
         match (self.group_size(), other.group_size()) {
-            (Some(a), Some(b)) if self.row_number() == other.row_number() => {
-                self.in_groups(a.min(b)).with_scales(ScaleType::Bf16)
+            (Some(a), Some(b)) if self.name() == other.name() => {
+                let scales = match self {
+                    Precision::Fp8 { .. } => self.scales().of_both(other.scales()),
+                    _ => ScaleType::Bf16,
+                };
+                self.in_groups(a.min(b)).with_scales(scales)
             }
             (Some(a), Some(b)) => Precision::int8(a.min(b).max(GROUP_SIZES[0])),
             _ => Precision::Bf16,
@@ -352,9 +490,13 @@ impl Precision {
     pub fn on_gpu(self) -> Self {
         match self {
             Precision::Q5_0 | Precision::Iq4Nl => Precision::int8(32).with_scales(ScaleType::F16),
-            Precision::Q2K | Precision::Q3K | Precision::Iq4Xs | Precision::Q4_1 | Precision::Q5_1 => {
-                Precision::int8(32)
-            }
+            Precision::Fp8 { group_size, .. } => Precision::int8(group_size),
+            Precision::Nvfp4
+            | Precision::Q2K
+            | Precision::Q3K
+            | Precision::Iq4Xs
+            | Precision::Q4_1
+            | Precision::Q5_1 => Precision::int8(32),
             _ => self,
         }
     }
@@ -366,6 +508,8 @@ impl Precision {
             Precision::Int8 { .. } => "int8",
             Precision::Int4 { .. } => "int4",
             Precision::Mxfp4 => "mxfp4",
+            Precision::Nvfp4 => "nvfp4",
+            Precision::Fp8 { .. } => "fp8",
             Precision::Q2K => "q2_k",
             Precision::Q3K => "q3_k",
             Precision::Q4K => "q4_k",
@@ -396,6 +540,9 @@ impl Precision {
             Precision::Q4_1 => 10,
             Precision::Q5_1 => 11,
             Precision::Q5_0 => 12,
+            Precision::Nvfp4 => 13,
+            Precision::Fp8 { scales: ScaleType::Bf16, .. } => 14,
+            Precision::Fp8 { .. } => 15,
         })
     }
 
@@ -426,24 +573,35 @@ impl Precision {
     /// Inputs that share a scale; `None` for BF16.
     pub const fn group_size(self) -> Option<usize> {
         match (self, self.row()) {
-            (Precision::Int8 { group_size, .. } | Precision::Int4 { group_size, .. }, _) => Some(group_size),
+            (
+                Precision::Int8 { group_size, .. }
+                | Precision::Int4 { group_size, .. }
+                | Precision::Fp8 { group_size, .. },
+                _,
+            ) => Some(group_size),
             (_, Some(row)) => Some(row.group_size),
             (_, None) => None,
         }
     }
 
-    /// What divides the length of every row: a group, or a super-block.
+    /// Whether activations are quantized for it: its weights are integers.
+    pub fn takes_integers(self) -> bool {
+        self.codes().is_some_and(|codes| !codes.are_floats())
+    }
+
+    /// What divides the length of every row: a group of a block or more, or a super-block.
     pub fn unit(self) -> usize {
         match self.row() {
             Some(Row { scales: Scales::Counted { .. }, .. }) => SUPER_BLOCK,
-            _ => self.group_size().unwrap_or(1),
+            _ => self.group_size().map_or(1, |group| group.max(BLOCK)),
         }
     }
 
     /// Type of the scales, or of what they are multiples of.
     pub fn scales(self) -> ScaleType {
         match self {
-            Precision::Int8 { scales, .. } | Precision::Int4 { scales, .. } => scales,
+            Precision::Int8 { scales, .. } | Precision::Int4 { scales, .. } | Precision::Fp8 { scales, .. } => scales,
+            Precision::Nvfp4 => ScaleType::F32,
             Precision::Bf16 | Precision::Mxfp4 => ScaleType::Bf16,
             _ => ScaleType::F16,
         }
@@ -453,9 +611,15 @@ impl Precision {
 impl std::fmt::Display for Precision {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match *self {
-            Precision::Int8 { group_size, scales } | Precision::Int4 { group_size, scales } => {
+            Precision::Int8 { group_size, scales }
+            | Precision::Int4 { group_size, scales }
+            | Precision::Fp8 { group_size, scales } => {
                 write!(f, "{}-g{group_size}", self.name())?;
-                if scales == ScaleType::F16 { write!(f, "-f16") } else { Ok(()) }
+                match scales {
+                    ScaleType::Bf16 => Ok(()),
+                    ScaleType::F16 => write!(f, "-f16"),
+                    ScaleType::F32 => write!(f, "-f32"),
+                }
             }
             _ => f.write_str(self.name()),
         }

@@ -5,7 +5,7 @@
 
 use half::{bf16, f16};
 
-use super::{CodeType, ExpertLayout, MatrixLayout, Row, SUPER_BLOCK, Scales, TILE_ROWS};
+use super::{CodeType, E4M3, ExpertLayout, MatrixLayout, Row, SUPER_BLOCK, Scales, TILE_ROWS};
 
 /// Row-major weights of a matrix `[n, k]`, or of some of its rows.
 #[derive(Clone, Debug)]
@@ -28,9 +28,10 @@ pub enum Weights<'a> {
 pub struct Blocks {
     /// `[n, k]`, of those that the precision's codes can be.
     pub codes: Vec<i8>,
-    /// Bits of f16 numbers: `d` and `dmin` of each super-block, or scale and offset of each group, `[n, ..]`.
+    /// Bits of f16 numbers: `d` and `dmin` of each super-block, or scale and offset of each group, `[n, ..]`; where
+    /// scales are E4M3 the row's f32 number, `[n, 2]`, the lower half first.
     pub heads: Vec<u16>,
-    /// `[n, k / group_size]`, their zero added; empty where there are none.
+    /// `[n, k / group_size]`, their zero added, or E4M3; empty where there are none.
     pub counts: Vec<u8>,
     /// `[n, k / group_size]`; empty where there are none.
     pub offsets: Vec<u8>,
@@ -42,7 +43,8 @@ impl Blocks {
         let row = layout.precision.row().expect("a precision of codes");
         let groups = rows * layout.k / layout.precision.group_size().unwrap_or(1);
         let (heads, counts, offsets) = match row.scales {
-            Scales::Plain => panic!("{} has plain scales", layout.precision),
+            Scales::Plain | Scales::Wide => panic!("{} has plain scales", layout.precision),
+            Scales::E4m3 => (2 * rows, groups, 0),
             Scales::WithOffset => (2 * groups, 0, 0),
             Scales::Counted { offsets, .. } => {
                 (rows * layout.k / SUPER_BLOCK * (1 + usize::from(offsets)), groups, groups * usize::from(offsets))
@@ -76,7 +78,10 @@ impl Blocks {
         for (group, (out, codes)) in weights.enumerate() {
             let block = group * group_size / SUPER_BLOCK;
             let (scale, offset) = match scales {
-                Scales::Plain => panic!("{precision} has plain scales"),
+                Scales::Plain | Scales::Wide => panic!("{precision} has plain scales"),
+                Scales::E4m3 => {
+                    (E4M3[usize::from(self.counts[group])] * f32_of(&self.heads, group * group_size / k), None)
+                }
                 Scales::WithOffset => (number(2 * group), Some(number(2 * group + 1))),
                 Scales::Counted { zero, offsets, .. } => {
                     let count = f32::from(i16::from(self.counts[group]) - i16::from(zero));
@@ -106,6 +111,11 @@ impl<'a> Weights<'a> {
             Weights::Blocks(blocks, rows) => Weights::Blocks(blocks, rows.start + from..rows.start + from + count),
         }
     }
+}
+
+/// Number `i` of f32 numbers whose halves these are, the lower ones first.
+fn f32_of(halves: &[u16], i: usize) -> f32 {
+    f32::from_bits(u32::from(halves[2 * i]) | u32::from(halves[2 * i + 1]) << 16)
 }
 
 /// Packs a whole matrix. Panics: a length does not fit `layout` (a bug).
@@ -154,11 +164,11 @@ pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]
                 }
             }
         }
-        (Weights::Int { codes, scales }, Some(Row { codes: code_type, scales: Scales::Plain, .. })) => {
+        (Weights::Int { codes, scales }, Some(row)) if row.scales.are_single() => {
             let lines = pack_scales(layout, scales, out);
-            pack_codes(layout.k, code_type, codes, lines);
+            pack_codes(layout.k, row.codes, codes, lines);
         }
-        (Weights::Blocks(blocks, rows), Some(row)) if row.scales != Scales::Plain => {
+        (Weights::Blocks(blocks, rows), Some(row)) if !row.scales.are_single() => {
             let lines = pack_counts(layout, row, blocks, rows.clone(), out);
             pack_codes(layout.k, row.codes, &blocks.codes[rows.start * layout.k..rows.end * layout.k], lines);
         }
@@ -174,7 +184,8 @@ fn pack_scales<'o>(layout: &MatrixLayout, scales: &[f32], out: &'o mut [u8]) -> 
         (layout.precision.scales(), layout.k / layout.precision.group_size().unwrap_or(layout.k));
     for (row, scales) in scales.chunks_exact(groups).enumerate() {
         for (group, &scale) in scales.iter().enumerate() {
-            bytes[(group * TILE_ROWS + row) * 2..][..2].copy_from_slice(&scale_type.to_bits(scale).to_le_bytes());
+            let (at, size) = ((group * TILE_ROWS + row) * scale_type.bytes(), scale_type.bytes());
+            bytes[at..][..size].copy_from_slice(&scale_type.to_bits(scale).to_le_bytes()[..size]);
         }
     }
     codes
@@ -193,6 +204,14 @@ fn pack_counts<'o>(
     let group_size = layout.precision.group_size().unwrap_or(layout.k);
     let groups = layout.k / group_size;
     for (row, source) in rows.enumerate() {
+        if scales == Scales::E4m3 {
+            let head = f32_of(&blocks.heads, source).to_le_bytes();
+            bytes[4 * row..][..4].copy_from_slice(&head);
+            for group in 0..groups {
+                bytes[scales.at(group, group_size).0 + row] = blocks.counts[source * groups + group];
+            }
+            continue;
+        }
         let mut put = |at: usize, bits: u16| bytes[at + 2 * row..][..2].copy_from_slice(&bits.to_le_bytes());
         let Scales::Counted { bits, offsets, .. } = scales else {
             for group in 0..groups {
@@ -256,6 +275,7 @@ fn pack_codes(k: usize, code_type: CodeType, codes: &[i8], lines: &mut [u8]) {
 
 fn pack_rows_of_codes(k: usize, first: usize, code_type: CodeType, codes: &[i8], lines: &mut [u8]) {
     match code_type {
+        CodeType::E4m3 => pack_runs::<8>(k, first, codes, lines, |word| word),
         // Adding 128 to an i8 is flipping its highest bit.
         CodeType::Int { bits: 8, .. } => pack_runs::<8>(k, first, codes, lines, |word| word ^ 0x8080_8080),
         CodeType::Int { bits, zero } => {
@@ -357,7 +377,8 @@ fn unpack_weight(layout: &MatrixLayout, tile: &[u8], row: usize, input: usize) -
     };
     let code = unpack_code(row_kind.codes, &tile[layout.scale_bytes()..], row, input);
     let (scale, offset) = unpack_scale(layout, tile, row, input / group_size);
-    if row_kind.scales.have_offsets() { scale * code as f32 + offset } else { scale * code as f32 }
+    let value = row_kind.codes.value(code);
+    if row_kind.scales.have_offsets() { scale * value + offset } else { scale * value }
 }
 
 /// Scale and offset of a group of one row of a tile, by the definition of the layout; exact. Panics: a precision
@@ -369,8 +390,11 @@ pub fn unpack_scale(layout: &MatrixLayout, tile: &[u8], row: usize, group: usize
     let (at, head) = scales.at(group, group_size);
     let number = |at: usize| u16::from_le_bytes([tile[at + 2 * row], tile[at + 2 * row + 1]]);
     let half = |at: usize| f16::from_bits(number(at)).to_f32();
+    let float = |at: usize| tile[at + 4 * row..].first_chunk().map_or(0.0, |bytes| f32::from_le_bytes(*bytes));
     match scales {
-        Scales::Plain => (layout.precision.scales().from_bits(number(at)), 0.0),
+        Scales::Plain => (layout.precision.scales().from_bits(number(at).into()), 0.0),
+        Scales::Wide => (float(at), 0.0),
+        Scales::E4m3 => (E4M3[usize::from(tile[at + row])] * float(head), 0.0),
         Scales::WithOffset => (half(at), half(at + 2 * TILE_ROWS)),
         Scales::Counted { bits, zero, offsets } => {
             let (count, offset) = unpack_counts(bits, offsets, &tile[at..], row);

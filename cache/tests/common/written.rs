@@ -146,6 +146,7 @@ pub fn example(format: Format) -> Example {
         Format::OutOfOrder(Library::Gptq) => gptq(4, "gptq", false, true),
         Format::Integers { by: Library::Awq, .. } | Format::OutOfOrder(Library::Awq) => awq(),
         Format::Mxfp4 => mxfp4(1, 0, 0),
+        Format::Nvfp4 => nvfp4(false),
         Format::Gguf(kind) => gguf(kind),
     }
 }
@@ -190,7 +191,62 @@ fn fp8_in_blocks() -> Example {
     let (rows, cols) = (N.div_ceil(24), K.div_ceil(96));
     let scales = noise(rows * cols, 2);
     let want = (0..N * K).map(|i| e4m3(bytes[i]) * scales[i / K / 24 * cols + i % K / 96]).collect();
-    Example::new(fp8(json!([24, 96]), bytes).f32s("a.weight_scale_inv", &[rows, cols], &scales), want, None)
+    let written = fp8(json!([24, 96]), bytes).f32s("a.weight_scale_inv", &[rows, cols], &scales);
+    Example::new(written, want, Some(Integers::fp8(32, ScaleType::F32)))
+}
+
+/// A scale of E8M0 for each 32 inputs, in bytes or of its own type.
+pub fn mxfp8(dtype: Dtype) -> Example {
+    let bytes: Vec<u8> = numbers(N * K, 256, 1).iter().map(|&b| if b & 0x7f == 0x7f { 0 } else { b as u8 }).collect();
+    let scales: Vec<u8> = numbers(N * K / 32, 20, 2).iter().map(|&b| 110 + b as u8).collect();
+    let want = (0..N * K).map(|i| e4m3(bytes[i]) * 2f32.powi(i32::from(scales[i / 32]) - 127)).collect();
+    let written = Written::new(json!({"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}))
+        .add("a.weight", Dtype::F8_E4M3, &[N, K], bytes)
+        .add("a.weight_scale", dtype, &[N, K / 32], scales);
+    Example::new(written, want, Some(Integers::fp8(32, ScaleType::Bf16)))
+}
+
+const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+/// NVFP4 as ModelOpt has it, or as compressed-tensors.
+pub fn nvfp4(compressed_tensors: bool) -> Example {
+    let bytes: Vec<u8> = numbers(N * K / 2, 256, 43).iter().map(|&b| b as u8).collect();
+    let scales: Vec<u8> = numbers(N * K / 16, 0x7f, 44).iter().map(|&b| b as u8).collect();
+    let number = if compressed_tensors { 1.0 / 2345.6f32 } else { 0.000_456_7 };
+    let weight = |i: usize| e4m3(scales[i / 16]) * number * E2M1[usize::from(bytes[i / 2] >> (i % 2 * 4) & 15)];
+    let want = (0..N * K).map(weight).collect();
+    let written = match compressed_tensors {
+        true => Written::new(json!({"quant_method": "compressed-tensors", "config_groups": {"g": {
+            "format": "nvfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float", "group_size": 16}}}}))
+        .add("a.weight_packed", Dtype::U8, &[N, K / 2], bytes.clone())
+        .f32s("a.weight_global_scale", &[1], &[2345.6]),
+        false => Written::new(json!({"quant_method": "modelopt", "quant_algo": "NVFP4"}))
+            .add("a.weight", Dtype::U8, &[N, K / 2], bytes.clone())
+            .f32s("a.weight_scale_2", &[], &[number]),
+    };
+    Example::new(written.add("a.weight_scale", Dtype::F8_E4M3, &[N, K / 16], scales.clone()), want, None)
+}
+
+/// FP4 as DeepSeek-V4's experts have it, or as compressed-tensors.
+pub fn fp4(compressed_tensors: bool) -> Example {
+    let bytes: Vec<u8> = numbers(N * K / 2, 256, 45).iter().map(|&b| b as u8).collect();
+    let scales: Vec<u8> = numbers(N * K / 32, 20, 46).iter().map(|&b| 110 + b as u8).collect();
+    let weight =
+        |i: usize| E2M1[usize::from(bytes[i / 2] >> (i % 2 * 4) & 15)] * 2f32.powi(i32::from(scales[i / 32]) - 127);
+    let want = (0..N * K).map(weight).collect();
+    let (shape, groups) = ([N, K / 2], [N, K / 32]);
+    let mut written = Written::new(json!({"quant_method": "fp8"}))
+        .add("a.weight", Dtype::I8, &shape, bytes.clone())
+        .add("a.scale", Dtype::F8_E8M0, &groups, scales.clone());
+    written.config["expert_dtype"] = "fp4".into();
+    if compressed_tensors {
+        written = Written::new(json!({"quant_method": "compressed-tensors", "config_groups": {"g": {
+            "format": "mxfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float", "group_size": 32}}}}))
+        .add("a.weight_packed", Dtype::U8, &shape, bytes.clone())
+        .add("a.weight_scale", Dtype::U8, &groups, scales.clone());
+    }
+    let table = Some(CodeType::E2m1);
+    Example::new(written, want, Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, table }))
 }
 
 pub fn ct(bits: usize, symmetric: bool) -> Written {
@@ -285,7 +341,6 @@ pub fn awq() -> Example {
 
 /// Gate (`second` 0) or up (1) of an expert among `experts`, whose rows alternate.
 pub fn mxfp4(experts: usize, expert: usize, second: usize) -> Example {
-    const VALUES: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
     let bytes: Vec<u8> = numbers(experts * 2 * N * K / 2, 256, 41).iter().map(|&b| b as u8).collect();
     // From the smallest exponent, half of which is no normal number, to near the largest.
     let scales: Vec<u8> =
@@ -293,7 +348,7 @@ pub fn mxfp4(experts: usize, expert: usize, second: usize) -> Example {
     let weight = |row: usize, input: usize| {
         let at = (expert * 2 * N + row) * K + input;
         let nibble = bytes[at / 2] >> (input % 2 * 4) & 15;
-        VALUES[nibble as usize] * 2f64.powi(scales[at / 32] as i32 - 127) as f32
+        E2M1[nibble as usize] * 2f64.powi(scales[at / 32] as i32 - 127) as f32
     };
     let want = (0..N * K).map(|i| weight(2 * (i / K) + second, i % K)).collect();
     let written = Written::new(json!({"quant_method": "mxfp4"}))

@@ -61,7 +61,7 @@ fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Rando
         pack_matrix(&MatrixLayout { n: rows, ..*layout }, Weights::Bf16(&weights), bytes);
         return;
     }
-    if layout.precision.row().is_some_and(|row| row.scales != Scales::Plain) {
+    if layout.precision.row().is_some_and(|row| row.scales != Scales::Plain || row.codes.are_floats()) {
         let weights: Vec<f32> = (0..rows * layout.k).map(|_| random.uniform() * 0.1).collect();
         return quantize_matrix(&MatrixLayout { n: rows, ..*layout }, &weights, bytes);
     }
@@ -70,7 +70,7 @@ fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Rando
     let groups = layout.k / layout.precision.group_size().unwrap();
     for (i, scale) in scales[..groups * 32].chunks_exact_mut(2).enumerate() {
         let scale_value = if i % TILE_ROWS < rows { unit * (1.5 + random.uniform()) } else { 0.0 };
-        scale.copy_from_slice(&layout.precision.scales().to_bits(scale_value).to_le_bytes());
+        scale.copy_from_slice(&(layout.precision.scales().to_bits(scale_value) as u16).to_le_bytes());
     }
     codes.fill_with(|| random.next() as u8);
 }

@@ -1,5 +1,5 @@
 //! compressed-tensors: integers of 4 or 8 bits packed into words (`weight_packed`), or of 8 bits as they are
-//! (`weight`), `[n, k]`.
+//! (`weight`), `[n, k]`. Its 4-bit floats are in nvfp4.rs and mxfp4.rs, those of 8 bits in fp8.rs.
 //!
 //! A word holds the inputs of a row one after the other, the lowest bits first, each with half of its range added.
 //! `weight_scale` is `[n, groups]`; `weight_zero_point`, where there is one, `[n, groups]` with rows packed into words
@@ -7,7 +7,7 @@
 
 use serde_json::Value;
 
-use super::{Format, Library, Reader, float};
+use super::{Format, Library, Reader, float, fp8, mxfp4, nvfp4};
 use crate::Result;
 use crate::checkpoint::{Dtype, TensorView};
 use crate::codec::quantization::{block, group_size, largest};
@@ -20,21 +20,20 @@ pub(super) const READER: Reader = Reader {
     check: |q| Config::parse(q).map(|_| ()),
     kept_by,
     tensor: "weight_packed",
-    shape: |q, packed| match packed.shape {
-        &[n, words] => Some([n, words * 32 / Config::parse(q).map_or(4, |config| config.bits)]),
+    shape: |q, packed| match *packed.shape {
+        [n, pairs] if packed.dtype == Dtype::U8 => Some([n, pairs.saturating_mul(2)]),
+        [n, words] => Some([n, words * 32 / Config::parse(q).map_or(4, |config| config.bits)]),
         _ => None,
     },
     read: packed,
     ..Reader::NONE
 };
 
-/// Codes of 8 bits, one to a byte, in the place of plain weights.
-pub(super) const BYTES: Reader = Reader { dtype: |dtype| dtype == Dtype::I8, read: bytes, ..Reader::NONE };
-
 /// What a config says of all groups of layers.
 #[derive(PartialEq)]
 struct Config {
     bits: usize,
+    float: bool,
     symmetric: bool,
     group: Option<usize>,
     block: [usize; 2], // of FP8
@@ -56,10 +55,12 @@ impl Config {
             match (format, kind, bits) {
                 ("pack-quantized", "int", 4 | 8) | ("int-quantized", "int", 8) | ("float-quantized", "float", 8) => {}
                 ("naive-quantized", "int" | "float", 8) => {}
+                ("nvfp4-pack-quantized" | "mxfp4-pack-quantized", "float", 4) => {}
                 _ => return refuse(format!("`{format}` of type {kind} and {bits} bits")),
             }
             let this = Self {
                 bits: bits as usize,
+                float: kind == "float",
                 symmetric: weights["symmetric"].as_bool().unwrap_or(true) || kind == "float",
                 group: group_size(weights),
                 block: block(&weights["block_structure"])?,
@@ -84,6 +85,8 @@ pub(super) fn fp8_block(q: &Value) -> Option<[usize; 2]> {
 fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
     let config = Config::parse(q).ok()?;
     match (config.bits, config.symmetric) {
+        (4, _) if config.float => Some(if config.group == Some(16) { Precision::Nvfp4 } else { Precision::Mxfp4 }),
+        _ if config.float => fp8::kept(config.block, false, inputs),
         (8, false) => Some(Precision::int8(32)), // no codes of 8 bits are left of these: they are rounded
         (4, true) => largest(config.group, inputs).map(Precision::int4),
         _ => largest(config.group, inputs).map(Precision::int8),
@@ -93,6 +96,12 @@ fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
 /// Codes packed into words, `NAME.weight_packed`.
 fn packed(stored: Stored<'_>) -> Result<Found<'_>> {
     let (packed, [n, k]) = (stored.view, stored.shape);
+    if packed.dtype == Dtype::U8 {
+        return match stored.beside(nvfp4::COMPRESSED_TENSORS.0) {
+            Some(_) => nvfp4::pairs(stored, nvfp4::COMPRESSED_TENSORS),
+            None => mxfp4::pairs(stored),
+        };
+    }
     let bits = match packed.shape {
         [_, cols] if *cols == k.div_ceil(8) => 4,
         [_, cols] if *cols == k.div_ceil(4) => 8,
@@ -109,7 +118,7 @@ fn packed(stored: Stored<'_>) -> Result<Found<'_>> {
 }
 
 /// Codes one to a byte, `NAME.weight`.
-fn bytes(stored: Stored<'_>) -> Result<Found<'_>> {
+pub(super) fn bytes(stored: Stored<'_>) -> Result<Found<'_>> {
     let codes = stored.view;
     let Some(scales) = stored.checkpoint.get(&format!("{}_scale", codes.name)) else {
         return Err(codes.error(float::unsupported(codes.dtype)));

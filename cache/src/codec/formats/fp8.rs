@@ -1,29 +1,44 @@
 //! FP8 E4M3 with a scale for the tensor, for each row, or for each block of it, as DeepSeek-V3 has them (128 x 128,
-//! edges partial).
+//! edges partial) and MXFP8 (1 x 32, E8M0).
 //!
 //! Source: DeepSeek-V3's `weight_dequant`; a weight is its value times the scale, whichever name (`weight_scale_inv`,
-//! `weight_scale`) it has.
+//! `weight_scale`, `scale`) it has.
 
 use super::{Format, Reader, compressed_tensors};
 use crate::Result;
 use crate::checkpoint::{Dtype, TensorView};
-use crate::codec::quantization::{BLOCK, block, largest, refused};
+use crate::codec::quantization::{BLOCK, block, refused};
 use crate::codec::scales::Scales;
-use crate::codec::{Codec, Found, Read, Stored, Values};
-use crate::pack::Precision;
+use crate::codec::{Codec, Codes, Found, Integers, Read, Stored, Values};
+use crate::pack::{Precision, ScaleType, largest_group_size};
 use crate::simd::multiversion;
 
 pub(super) const READER: Reader = Reader {
-    methods: &["fp8", "fbgemm_fp8"],
+    methods: &["fp8", "fbgemm_fp8", "mxfp8"],
     check: |q| match q["fmt"].as_str().unwrap_or("e4m3") {
         "e4m3" | "float8_e4m3fn" => block(&q["weight_block_size"]).map(|_| ()),
         other => refused(format!("fp8 of the kind `{other}`")),
     },
-    kept_by: |_, inputs| largest(None, inputs).map(Precision::int8),
+    kept_by: |q, inputs| {
+        // DeepSeek-V4's experts.
+        if q["expert_dtype"].as_str() == Some("fp4") {
+            return Some(Precision::Mxfp4);
+        }
+        kept(block(&q["weight_block_size"]).ok()?, q["scale_fmt"].as_str() == Some("ue8m0"), inputs)
+    },
     dtype: |dtype| dtype == Dtype::F8E4M3,
     read,
     ..Reader::NONE
 };
+
+/// What keeps blocks of this size; whether scales are powers of two the types of tensors say, and maybe the config.
+pub(super) fn kept(block: [usize; 2], powers: bool, inputs: &[usize]) -> Option<Precision> {
+    let scales = if powers { ScaleType::Bf16 } else { ScaleType::F32 };
+    match largest_group_size(&[&[block[1]], inputs].concat()) {
+        Some(group) => Some(Precision::fp8(group).with_scales(scales)),
+        None => largest_group_size(inputs).map(Precision::int8),
+    }
+}
 
 /// A matrix `[n, k]`; `block` rows and inputs share a scale. Blocks begin anew every `part` rows.
 struct Fp8<'a> {
@@ -31,6 +46,7 @@ struct Fp8<'a> {
     k: usize,
     scales: Scales<'a>,
     block: [usize; 2],
+    group: usize, // inputs that share a scale for certain, as many as precisions have
     part: usize,
 }
 
@@ -47,7 +63,7 @@ fn parts(n: usize, block: usize, scale_rows: usize) -> (usize, usize) {
 fn read(stored: Stored<'_>) -> Result<Found<'_>> {
     let Stored { checkpoint, view, part, shape: [n, k] } = stored;
     let names = ["_scale_inv", "_scale"].map(|suffix| format!("{}{suffix}", view.name));
-    let Some(scales) = names.iter().find_map(|name| checkpoint.get(name)) else {
+    let Some(scales) = names.iter().find_map(|name| checkpoint.get(name)).or_else(|| stored.beside("scale")) else {
         return Err(view.error(format!("is FP8 and {} is missing: the download is incomplete", names[0])));
     };
     let scales = match part.filter(|_| scales.shape.len() > 2) {
@@ -65,14 +81,47 @@ fn read(stored: Stored<'_>) -> Result<Found<'_>> {
     let tensors = vec![view, scales];
     let (part, blocks) = parts(n, block[0], scales.shape.first().copied().unwrap_or(1));
     let scales = Scales::new(scales, n / part.max(1) * blocks, k.div_ceil(block[1]))?;
-    Ok(Found::new(Format::Fp8, &words, tensors, Codec::Values(Box::new(Fp8 { view, k, scales, block, part }))))
+    let codec = match largest_group_size(&[block[1], k]) {
+        Some(group) => Codec::Codes(Box::new(Fp8 { view, k, scales, block, part, group })),
+        None => Codec::Values(Box::new(Fp8 { view, k, scales, block, part, group: k })),
+    };
+    Ok(Found::new(Format::Fp8, &words, tensors, codec))
 }
 
+impl Fp8<'_> {
+    /// The row of scales of a row.
+    fn scale_row(&self, row: usize) -> usize {
+        row / self.part * self.part.div_ceil(self.block[0]) + row % self.part / self.block[0]
+    }
+}
+
+impl Codes for Fp8<'_> {
+    fn integers(&self) -> Integers {
+        Integers::fp8(self.group, self.scales.exact_type())
+    }
+
+    fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {
+        let stored = &self.view.data[first * self.k..][..codes.len()];
+        if stored.iter().any(|byte| byte & 0x7f == 0x7f) {
+            return Err(super::float::UNUSABLE.into());
+        }
+        codes.copy_from_slice(bytemuck::cast_slice(stored));
+        for (i, scales) in scales.chunks_exact_mut(self.k / self.group).enumerate() {
+            let row = self.scale_row(first + i);
+            for (group, scale) in scales.iter_mut().enumerate() {
+                *scale = self.scales.get(row, group * self.group / self.block[1]);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Of blocks that are no multiple of 32 inputs.
 impl Values for Fp8<'_> {
     fn rows(&self, first: usize, out: &mut [f32]) -> Read {
         for (i, out) in out.chunks_exact_mut(self.k).enumerate() {
             let row = first + i;
-            let scale_row = row / self.part * self.part.div_ceil(self.block[0]) + row % self.part / self.block[0];
+            let scale_row = self.scale_row(row);
             let stored = &self.view.data[row * self.k..][..self.k];
             let mut numbers = true;
             for (j, (out, stored)) in out.chunks_mut(self.block[1]).zip(stored.chunks(self.block[1])).enumerate() {
@@ -88,7 +137,8 @@ impl Values for Fp8<'_> {
 
 multiversion!(
     /// Values times a scale; whether none is NaN.
-    fn scaled(stored: &[u8], scale: f32, out: &mut [f32]) -> bool = [scaled_body, scaled_body, scaled_body]
+    pub(in crate::codec) fn scaled(stored: &[u8], scale: f32,
+        out: &mut [f32]) -> bool = [scaled_body, scaled_body, scaled_body]
 );
 
 /// Exponent and mantissa shifted to where f32 has them; multiplying by 2^120 mends the bias and normalizes subnormals,

@@ -1,5 +1,6 @@
-//! MXFP4 as gpt-oss has it: blocks of 32 weights, E2M1 values two to a byte, the low half first, and one exponent for
-//! each block.
+//! MXFP4: blocks of 32 weights, E2M1 values two to a byte, the low half first, and one exponent for each block. gpt-oss
+//! has stacks of them, DeepSeek-V4 the matrices of experts (`weight` in I8, `scale`), compressed-tensors all
+//! (`weight_packed`, `weight_scale`).
 //!
 //! The values 0, 0.5, 1, 1.5, 2, 3, 4, 6 are halves of integers, so that they pass as codes up to 12 with half the
 //! scale, exactly. Source: the OCP microscaling specification 1.0, and gpt-oss's own reader.
@@ -52,6 +53,26 @@ fn read(stored: Stored<'_>) -> Result<Found<'_>> {
     scales.expect_shape(&[n, k / 32])?;
     let codec = Codec::Codes(Box::new(Mxfp4 { blocks: blocks.data, scales: scales.data, k }));
     Ok(Found::new(Format::Mxfp4, ", stacked", vec![blocks, scales], codec))
+}
+
+/// The matrix whose pairs of values are `NAME.weight`, `[n, k / 2]`, with exponents `NAME.scale`, or
+/// `NAME.weight_scale`, `[n, k / 32]`.
+pub(super) fn pairs(stored: Stored<'_>) -> Result<Found<'_>> {
+    let (pairs, [n, k]) = (stored.view, stored.shape);
+    if stored.part.is_some() || !k.is_multiple_of(32) {
+        return Err(pairs.error(format!(
+            "is FP4 stacked, or in rows of {k} weights, no multiple of 32, which is not supported: use another \
+             checkpoint of this model"
+        )));
+    }
+    pairs.expect_shape(&[n, k / 2])?;
+    let scales = stored.beside("scale").map_or_else(|| stored.tensor_beside("weight_scale"), Ok)?;
+    scales.expect_shape(&[n, k / 32])?;
+    if !matches!(scales.dtype, Dtype::U8 | Dtype::F8E8M0) {
+        return Err(scales.error(format!("holds {:?}, not exponents: download it again", scales.dtype)));
+    }
+    let codec = Codec::Codes(Box::new(Mxfp4 { blocks: pairs.data, scales: scales.data, k }));
+    Ok(Found::new(Format::Mxfp4, "", vec![pairs, scales], codec))
 }
 
 impl Codes for Mxfp4<'_> {
