@@ -106,7 +106,7 @@ fn gptq() {
 #[test]
 fn awq() {
     let format = Format::Integers { by: Library::Awq, bits: 4, zeros: true };
-    check("qwen3_moe_awq", format, 0.01, 0.03, Precision::int8(64).with_scales(ScaleType::F16));
+    check("qwen3_moe_awq", format, 0.01, 0.03, Precision::uint4(64).with_scales(ScaleType::F16));
 }
 
 /// Experts of each layer in two tensors, gate above up, as Qwen3.5's checkpoints have them and what transformers 5

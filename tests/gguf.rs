@@ -260,6 +260,10 @@ fn blocks_of_experts_are_kept_exactly() {
         // Down, gate and up of a layer, then those of the next.
         ("Q6_K,Q4_K,Q4_K,Q4_K,Q4_K,Q4_K,Q8_0,Q5_K,Q5_K", mixed([layer(Q4K, Q6K), Q4K.into(), layer(Q5K, int8)])),
         (
+            "IQ3_S,IQ3_XXS,IQ3_XXS,IQ2_S,IQ2_XXS,IQ2_XXS,IQ2_XS,IQ2_XS,IQ2_XS",
+            mixed([layer(Iq3Xxs, Iq3S), layer(Iq2Xxs, Iq2S), Iq2Xs.into()]),
+        ),
+        (
             "Q3_K,Q2_K,Q2_K,IQ4_NL,IQ4_XS,IQ4_XS,Q5_1,Q4_1,Q4_1",
             mixed([layer(Q2K, Q3K), layer(Iq4Xs, Iq4Nl), layer(Q4_1, Q5_1)]),
         ),

@@ -242,28 +242,16 @@ fn halves(kind: GgmlType) -> &'static [usize] {
         Q2_K => &[80, 82],
         Q3_K => &[108],
         Q6_K => &[208],
-        MXFP4 => &[],
-        Q4_0 | Q5_0 | Q8_0 | IQ4_NL | IQ4_XS => &[0],
+        TQ1_0 => &[52],
+        TQ2_0 => &[64],
+        MXFP4 | IQ1_M => &[],
+        Q4_0 | Q5_0 | Q8_0 | IQ1_S | IQ2_XXS | IQ2_XS | IQ2_S | IQ3_XXS | IQ3_S | IQ4_NL | IQ4_XS => &[0],
     }
 }
 
 /// All layers in one file; the tensors of all layers have the same content.
 fn write_gguf(dir: &Path, layers: usize, kind: GgmlType) {
-    let number = match kind {
-        GgmlType::Q4_0 => 2u32,
-        GgmlType::Q4_1 => 3,
-        GgmlType::Q5_0 => 6,
-        GgmlType::Q5_1 => 7,
-        GgmlType::Q8_0 => 8,
-        GgmlType::Q2_K => 10,
-        GgmlType::Q3_K => 11,
-        GgmlType::Q4_K => 12,
-        GgmlType::Q5_K => 13,
-        GgmlType::Q6_K => 14,
-        GgmlType::IQ4_NL => 20,
-        GgmlType::IQ4_XS => 23,
-        GgmlType::MXFP4 => 39,
-    };
+    let number = kind.number();
     let (elements, size) = kind.block();
     let (n, k) = (Format::Gguf(kind).intermediate(), HIDDEN);
     let mut content = Noise(7).bytes(EXPERTS * n * k / elements * size);
@@ -271,6 +259,10 @@ fn write_gguf(dir: &Path, layers: usize, kind: GgmlType) {
         halves(kind).iter().for_each(|&at| block[at..at + 2].copy_from_slice(&half::f16::from_f32(0.01).to_le_bytes()));
         if kind == GgmlType::MXFP4 {
             block[0] = 120;
+        }
+        if kind == GgmlType::IQ1_M {
+            // Its scale is in four places: 2^-9.
+            (0..4).for_each(|i| block[49 + 2 * i] = block[49 + 2 * i] & 15 | [0, 0, 0x80, 0x10][i]);
         }
     }
     let mut header =

@@ -24,7 +24,7 @@ pub use self::formats::{Format, Library};
 use self::formats::{float, fp8};
 pub use self::quantization::Quantization;
 use crate::checkpoint::{Checkpoint, GgmlType, TensorView};
-use crate::pack::{Blocks, CodeType, GROUP_SIZES, MatrixLayout, Precision, ScaleType};
+use crate::pack::{Blocks, CodeType, GROUP_SIZES, MatrixLayout, Precision, ScaleType, Scales};
 use crate::{Error, Result};
 
 /// Codes with a scale for each run of inputs: a weight is its code times its scale.
@@ -36,6 +36,8 @@ pub struct Integers {
     pub high: i32,
     /// Inputs of a row that share a scale; they divide the row.
     pub group: usize,
+    /// Whether the codes of a group are 4 bits, less a zero point.
+    pub zeros: bool,
     /// The packed type that is nearest to the source's scales; of the same type they pass exactly.
     pub scales: ScaleType,
     /// The codes whose table has all of their values, or that are floats; `None`: they may be any integers.
@@ -45,7 +47,7 @@ pub struct Integers {
 impl Integers {
     /// Floats of 8 bits, whose codes no integers hold.
     pub const fn fp8(group: usize, scales: ScaleType) -> Self {
-        Self { low: i32::MIN, high: i32::MAX, group, scales, table: Some(CodeType::E4m3) }
+        Self { low: i32::MIN, high: i32::MAX, group, zeros: false, scales, table: Some(CodeType::E4m3) }
     }
 
     /// The weights of a group.
@@ -65,6 +67,7 @@ impl Integers {
         let (Some(row), Some(group_size)) = (precision.row(), precision.group_size()) else { return false };
         let [low, high] = row.codes.range().map(i32::from);
         let values = match row.codes {
+            CodeType::Int { .. } if row.scales == Scales::Zeros => self.zeros,
             CodeType::Int { .. } => self.low >= low && self.high <= high,
             of_values => self.table == Some(of_values),
         };
@@ -235,13 +238,13 @@ impl<'a> Source<'a> {
         match self.integers() {
             Some(integers) => {
                 let Some(group_size) = largest(integers.group) else { return Some(Precision::int8(GROUP_SIZES[0])) };
-                let of_any_groups = [Precision::int4, Precision::int8].map(|of| of(group_size));
-                let [int4, int8] = of_any_groups.map(|precision| precision.with_scales(integers.scales));
+                let of_any_groups = [Precision::int4, Precision::uint4, Precision::int8].map(|of| of(group_size));
+                let [int4, uint4, int8] = of_any_groups.map(|precision| precision.with_scales(integers.scales));
                 // The smaller ones first.
                 let kept = match self.kind {
-                    Format::Gguf(GgmlType::Q5_0) => [Precision::Q5_0; 3],
-                    Format::Fp8 => [Precision::fp8(group_size).with_scales(integers.scales); 3],
-                    _ => [Precision::Mxfp4, int4, Precision::Iq4Nl],
+                    Format::Gguf(GgmlType::Q5_0) => [Precision::Q5_0; 4],
+                    Format::Fp8 => [Precision::fp8(group_size).with_scales(integers.scales); 4],
+                    _ => [Precision::Mxfp4, int4, uint4, Precision::Iq4Nl],
                 };
                 Some(kept.into_iter().find(|&precision| integers.fit(precision)).unwrap_or(int8))
             }

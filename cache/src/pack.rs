@@ -21,6 +21,8 @@
 //! 2       [2: 4 x 2 bits]
 //! ```
 //!
+//! Codes that are places in a grid lie in words, see [`Grid`]: line `i` of 256 inputs has word `i` of the 16 rows.
+//!
 //! A tile of a BF16 matrix has no scales, and zeros up to a multiple of 32 inputs:
 //!
 //! ```text
@@ -41,10 +43,14 @@
 //! An expert is `gate` and `up` with their tiles alternating (gate 0, up 0, gate 1, up 1, ...), then `down`: a slice of
 //! intermediate rows is one contiguous run of bytes.
 
+mod grid;
+mod grids;
 mod precision;
 mod precisions;
 mod tile;
 
+pub use grid::Grid;
+pub(crate) use grid::iq1;
 pub use precision::{CodeType, DOUBLED_E2M1, E4M3, IQ4, Precision, Row, SUPER_BLOCK, ScaleType, Scales};
 pub use precisions::{ExpertPrecision, Precisions};
 pub(crate) use tile::pack_tile;

@@ -206,6 +206,11 @@ fn group<L: Lanes, const N: usize, const C: usize, const MIN: i32, const MAX: i3
 /// not chosen.
 fn nearest(precision: Precision, w: &[f32], codes: &mut [i8]) -> f32 {
     let Some(code_type) = precision.codes() else { panic!("{precision} has no codes") };
+    // Less a zero point, its codes have a sign.
+    let code_type = match precision {
+        Precision::Uint4 { .. } => CodeType::Int { bits: 4, zero: 8 },
+        _ => code_type,
+    };
     let largest = w.iter().fold(0f32, |largest, w| largest.max(w.abs()));
     let scale = round_scale(precision.scales(), largest / largest_code(code_type));
     if largest < SMALLEST || scale == 0.0 {
@@ -238,6 +243,26 @@ fn in_blocks(Row { codes, scales, group_size }: Row, weights: &[f32], out: &mut 
             false => (most.max(-least) / high, 0.0),
         }
     };
+    if let (CodeType::Grid(grid), Scales::Odd { halvings, .. }) = (codes, scales) {
+        let (unit, groups) = (f32::from(1u8 << halvings), SUPER_BLOCK / group_size);
+        for (block, w) in weights.chunks_exact(SUPER_BLOCK).enumerate() {
+            let scale = |w: &[f32]| w.iter().fold(0f32, |largest, w| largest.max(w.abs())) / high;
+            let head = bits(scale(w) * unit / 31.0);
+            out.heads[block] = head;
+            let d = number(head) / unit;
+            let count = |w: &[f32]| if d == 0.0 { 0.0 } else { ((scale(w) / d - 1.0) / 2.0).round().clamp(0.0, 15.0) };
+            let counts: Vec<u8> = w.chunks_exact(group_size).map(|w| count(w) as u8).collect();
+            let inverse =
+                |group: usize| if d == 0.0 { 0.0 } else { 1.0 / (d * (2.0 * f32::from(counts[group]) + 1.0)) };
+            let scaled: Vec<f32> = w.iter().enumerate().map(|(i, w)| w * inverse(i / group_size)).collect();
+            let words = &mut out.words[block * grid.words()..][..grid.words()];
+            grid.nearest(&scaled, |block| counts[block * counts.len() / 8], words);
+            if !out.counts.is_empty() {
+                out.counts[block * groups..][..groups].copy_from_slice(&counts);
+            }
+        }
+        return;
+    }
     if scales == Scales::E4m3 {
         let k = weights.len() / (out.heads.len() / 2);
         for (row, w) in weights.chunks_exact(k).enumerate() {

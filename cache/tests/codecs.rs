@@ -67,7 +67,7 @@ fn cells(source: &Source<'_>) -> String {
         .map(|integers| integers.group)
         .filter(|group| *group == 64 && precision.group_size() == Some(64));
     let becomes = match (own_groups, precision) {
-        (Some(_), Precision::Int4 { .. }) => "int4, the same groups".to_string(),
+        (Some(_), Precision::Int4 { .. } | Precision::Uint4 { .. }) => format!("{}, the same groups", precision.name()),
         (Some(_), _) => "int8, the same groups".to_string(),
         (None, precision) if format!("GGUF {precision}").eq_ignore_ascii_case(source.format()) => {
             "the same".to_string()
@@ -240,7 +240,8 @@ fn compressed_tensors_of_4_and_8_bits() {
         &[N, 1],
         &scales,
     );
-    let integers = Some(Integers { low: -128, high: 127, group: K, scales: ScaleType::Bf16, table: None });
+    let integers =
+        Some(Integers { low: -128, high: 127, group: K, zeros: false, scales: ScaleType::Bf16, table: None });
     check(&Example::new(written, want, integers));
 }
 

@@ -87,7 +87,13 @@ fn precisions_have_names() {
             r#"{"bits":"fp8","group_size":32,"scales":"f32"}"#,
             "fp8-g32-f32",
         ),
+        (
+            Precision::uint4(128).with_scales(f16),
+            r#"{"bits":"uint4","group_size":128,"scales":"f16"}"#,
+            "uint4-g128-f16",
+        ),
         (Precision::Nvfp4, r#"{"bits":"nvfp4"}"#, "nvfp4"),
+        (Precision::Iq3Xxs, r#"{"bits":"iq3_xxs"}"#, "iq3_xxs"),
         (Precision::Q4K, r#"{"bits":"q4_k"}"#, "q4_k"),
         (Precision::Q5_0, r#"{"bits":"q5_0"}"#, "q5_0"),
     ] {

@@ -113,7 +113,7 @@ fn every_lie_is_refused_with_a_remedy() {
         (good().tensor("x", &[33], 2, &[0; 36]), "blocks of 32"),
         (good().tensor(&"x".repeat(257), &[32], 2, &[0; 18]), "name has 257 bytes"),
         (good().tensor("x", &[0], 0, &[]), "is empty"),
-        (good().tensor("x", &[256], 16, &[0; 66]), "IQ2_XXS, which is not supported"),
+        (good().tensor("x", &[256], 9, &[0; 66]), "number 9, which is not supported"),
         (good().tensor("x", &[256], 99, &[0; 66]), "number 99, which is not supported"),
         (good().pair("a", 13, &[]), "unknown type 13"),
         (good().pair("a", 9, &nested), "unknown type 9"),

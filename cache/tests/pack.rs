@@ -29,9 +29,10 @@ fn every_precision_is_listed_once_under_its_own_name() {
     let sizes = ["g32", "g32-f16", "g64", "g64-f16", "g128", "g128-f16"];
     let of = |name: &str| sizes.map(|size| format!("{name}-{size}"));
     let blocks = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq4_nl", "q4_1", "q5_1", "q5_0"].map(String::from);
-    let plain = [vec!["bf16".into(), "mxfp4".into()], of("int4").into(), of("int8").into()];
+    let plain = [vec!["bf16".into(), "mxfp4".into()], of("int4").into(), of("int8").into(), of("uint4").into()];
+    let grids = ["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"].map(String::from);
     let fp8 = of("fp8").map(|name| name.replace("f16", "f32"));
-    assert_eq!(names, [plain.concat(), blocks.into(), vec!["nvfp4".into()], fp8.into()].concat());
+    assert_eq!(names, [plain.concat(), blocks.into(), vec!["nvfp4".into()], grids.into(), fp8.into()].concat());
 }
 
 #[test]
@@ -40,6 +41,14 @@ fn the_facts_of_rows_agree_with_each_other() {
     for precision in Precision::all() {
         let (Some(number), Some(row)) = (precision.row_number(), precision.row()) else { continue };
         rows[number] = true;
+        if let CodeType::Grid(grid) = row.codes {
+            // Places do not stand alone.
+            let largest = grid.magnitudes().iter().flat_map(|four| four.to_le_bytes()).max();
+            assert_eq!((largest, row.codes.table()), (Some(grid.largest() as u8), None), "{precision}");
+            assert_eq!(row.codes.range(), [-grid.largest(), grid.largest()], "{precision}");
+            assert_eq!(grid.magnitudes().len() * 4 / grid.run(), 256 << grid.upper_bits(), "{precision}");
+            continue;
+        }
         let all: Vec<i8> = (0..=255u8 >> (8 - row.codes.bits())).map(|stored| row.codes.code(stored)).collect();
         assert_eq!(row.codes.range().map(Some), [all.iter().min().copied(), all.iter().max().copied()], "{precision}");
         assert!(all.iter().all(|&code| row.codes.code(row.codes.stored(code)) == code), "{precision}");
@@ -80,6 +89,11 @@ fn weights_take_the_bytes_that_files_of_llama_cpp_have() {
         (GgmlType::Q5_0, Precision::Q5_0),
         (GgmlType::Q5_1, Precision::Q5_1),
         (GgmlType::Q8_0, Precision::fp8(32)),
+        (GgmlType::IQ2_XXS, Precision::Iq2Xxs),
+        (GgmlType::IQ2_XS, Precision::Iq2Xs),
+        (GgmlType::IQ2_S, Precision::Iq2S),
+        (GgmlType::IQ3_XXS, Precision::Iq3Xxs),
+        (GgmlType::IQ3_S, Precision::Iq3S),
     ] {
         let (weights, bytes) = kind.block();
         for k in [768, 2048] {
@@ -133,12 +147,35 @@ fn random_weights(n: usize, k: usize, precision: Precision, seed: u64) -> Parts 
         return parts;
     };
     let any = |x: &f32| (x.to_bits() >> 7) as u8;
+    if let (CodeType::Grid(grid), Scales::Odd { halvings, .. }) = (row.codes, row.scales) {
+        let blocks = &mut parts.blocks;
+        blocks.resize(&MatrixLayout::new(n, k, precision).unwrap(), n);
+        blocks.words.iter_mut().zip(noise.windows(2)).for_each(|(word, x)| {
+            *word = x[0].to_bits() << 9 ^ x[1].to_bits();
+        });
+        blocks.heads.iter_mut().zip(&noise).for_each(|(head, x)| *head = f16::from_f32(*x).to_bits());
+        blocks.counts.iter_mut().zip(&noise).for_each(|(count, x)| *count = any(x) >> 4);
+        for (i, w) in parts.truth.iter_mut().enumerate() {
+            let words = &blocks.words[i / SUPER_BLOCK * grid.words()..][..grid.words()];
+            let above = || grid.count(|word| words[word], i % SUPER_BLOCK / 32);
+            let count = blocks.counts.get(i / group).copied().unwrap_or_else(above);
+            let d = f16::from_bits(blocks.heads[i / SUPER_BLOCK]).to_f32();
+            let scale = d * (2.0 * f32::from(count) + 1.0) / f32::from(1u8 << halvings);
+            *w = scale * f32::from(grid.code(|word| words[word], i % SUPER_BLOCK));
+        }
+        return parts;
+    }
     let number = |bits: u8| if bits & 0x7f == 0x7f { 0 } else { bits };
     let stored = |x: &f32| any(x) >> (8 - row.codes.bits());
     let stored = |x: &f32| if row.codes.are_floats() { number(stored(x)) } else { stored(x) };
     let codes: Vec<i8> = noise.iter().map(|x| row.codes.code(stored(x))).collect();
     // Not all in the normal range of F16.
     let round = |x: f32| precision.scales().from_bits(precision.scales().to_bits(x));
+    // With zero points codes may have a sign.
+    let codes = match row.scales {
+        Scales::Zeros => codes.chunks(group).flat_map(|c| c.iter().map(move |code| code - c[0])).collect(),
+        _ => codes,
+    };
     if row.scales.are_single() {
         parts.scales = noise.iter().step_by(group).map(|&x| round(x * [1.0, 1e-5][n % 2])).collect();
         parts.truth = codes.iter().enumerate().map(|(i, &c)| row.codes.value(c) * parts.scales[i / group]).collect();
@@ -253,7 +290,7 @@ proptest! {
             let step = match precision {
                 Precision::Bf16 => largest / 128.0,
                 Precision::Int8 { .. } => largest / 126.0,
-                Precision::Int4 { .. } => largest / 6.9,
+                Precision::Int4 { .. } | Precision::Uint4 { .. } => largest / 6.9,
                 Precision::Mxfp4 | Precision::Nvfp4 => largest / 2.7,
                 Precision::Fp8 { .. } => largest / 7.5,
                 Precision::Q5_0 => largest / 14.9,

@@ -18,9 +18,9 @@ use std::sync::OnceLock;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::avx512::{self, e4m3, float_scales16, lookup, runs, scales16};
+use super::avx512::{self, e4m3, float_scales16, grid_runs, lookup, runs, scales16};
 use super::shared::{self, PREFETCH_TOKENS};
-use super::tiles::{INTEGER_ROWS, Scales, Stream, bias, by_row, even_bits, is_table, row, step, table};
+use super::tiles::{INTEGER_ROWS, Scales, Stream, bias, by_row, even_bits, is_grid, is_table, row, step, table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot};
 
 /// 32 inputs: their high parts as bf16, then their low parts.
@@ -423,7 +423,7 @@ unsafe fn packed_tiles<const ROW: usize>(
     let chunk = if x.len() > 24 { UNPACKED / 2 } else { UNPACKED };
     for from in (0..x.k).step_by(chunk) {
         let to = x.k.min(from + chunk);
-        let bytes = |inputs: usize| inputs * TILE_ROWS * row(ROW).codes.bits() / 8;
+        let bytes = |inputs: usize| row(ROW).codes.bytes(inputs);
         for i in 0..count {
             let (scales, codes) = Scales::split(layout, &tiles[i * tile_bytes..][..tile_bytes]);
             let codes = &codes[bytes(from)..bytes(to)];
@@ -444,7 +444,7 @@ unsafe fn packed_tiles<const ROW: usize>(
             // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can
             // be read.
             unsafe {
-                unpack::<ROW>(codes, &mut unpacked);
+                unpack::<ROW>(codes, to - from, &mut unpacked);
                 for block in 0..blocks {
                     let first = block * height;
                     let rows = height.min(x.len() - first);
@@ -475,18 +475,18 @@ struct Part<'a> {
 /// Integers of four bits that are stored with 8 added become sixteen times themselves, the upper half of a byte, which
 /// takes an instruction less: the scale takes it back.
 const fn is_times_16(number: usize) -> bool {
-    row(number).codes.bits() == 4 && !is_table(number) && bias(number) == 8
+    row(number).codes.bits() == 4 && !is_table(number) && bias(number) == 8 // of a grid none is 8
 }
 
 /// # Safety
-/// AVX-512; `codes` are whole blocks.
+/// AVX-512; `codes` are those of so many inputs, whole blocks, of a grid whole super-blocks.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn unpack<const ROW: usize>(codes: &[u8], to: &mut Codes) {
+unsafe fn unpack<const ROW: usize>(codes: &[u8], inputs: usize, to: &mut Codes) {
     let (upper, flip) = (_mm512_set1_epi8(-16), _mm512_set1_epi8(-128));
     let values = lookup(const { table(row(ROW).codes, 0) });
     let mut lines = codes.as_ptr();
-    for (i, to) in to.0[..codes.len() * 8 / row(ROW).codes.bits() / TILE_ROWS / 4].chunks_exact_mut(4).enumerate() {
+    for (i, to) in to.0[..inputs / 4].chunks_exact_mut(4).enumerate() {
         // SAFETY: the lines of 16 inputs, and of 4 inputs to each of four.
         unsafe {
             let mut w;
@@ -500,6 +500,8 @@ unsafe fn unpack<const ROW: usize>(codes: &[u8], to: &mut Codes) {
                     _mm512_ternarylogic_epi32(_mm512_slli_epi16(b, 4), upper, flip, 0x6a),
                     _mm512_ternarylogic_epi32(b, upper, flip, 0x6a),
                 ];
+            } else if is_grid(ROW) {
+                w = grid_runs::<ROW>(codes.as_ptr(), 16 * i, values);
             } else {
                 w = runs::<ROW>(lines, i % 2, values);
                 for j in 0..4 {
@@ -535,7 +537,7 @@ unsafe fn sum_groups<const ROW: usize, const R: usize>(
     out: &mut [f32],
 ) {
     let Part { scales, next, onto, groups, stride } = *part;
-    let group_bytes = x.group * TILE_ROWS * row(ROW).codes.bits() / 8;
+    let group_bytes = row(ROW).codes.bytes(x.group);
     let unit = _mm512_set1_ps(if is_times_16(ROW) { 1.0 / 16.0 } else { 1.0 });
     let mut dots = MaybeUninit::<Results<i32>>::uninit();
     let mut acc = [_mm512_setzero_ps(); R];

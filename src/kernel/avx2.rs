@@ -6,7 +6,9 @@ use std::arch::x86_64::*;
 use moebius_cache::pack::{self, BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
-use super::tiles::{Scales, To, bias, even_bits, half_bytes, half_lines, is_table, largest, row, step, table};
+use super::tiles::{
+    Scales, To, bias, even_bits, grid, grid_at, half_bytes, half_lines, is_grid, is_table, largest, row, step, table,
+};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Multiplies one tile with one or two tokens: codes with `$block`, what an instruction set brings of its own.
@@ -104,9 +106,9 @@ pub(super) unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [[__m256; 2]; 
     acc
 }
 
-/// Whether unsigned codes times signed bytes, in pairs, overflow 16 bits.
+/// Whether unsigned codes times signed bytes, in two pairs, overflow 16 bits.
 const fn is_wide(number: usize) -> bool {
-    largest(number) > 127
+    largest(number) > 64
 }
 
 /// So many such pairs are added in 16 bits.
@@ -155,13 +157,19 @@ unsafe fn block<const ROW: usize, const T: usize>(
             let at = k / BLOCK * x.stride * BLOCK + k % BLOCK;
             for upper in 0..2 {
                 // SAFETY: 16 inputs of 16 rows, inside the tile whose length was checked.
-                let w = unsafe { runs::<ROW>(weights, half, upper, values) };
+                let w = unsafe {
+                    match is_grid(ROW) {
+                        true => grid_runs::<ROW>(lines.as_ptr(), k, upper, values),
+                        false => runs::<ROW>(weights, half, upper, values),
+                    }
+                };
                 for j in 0..4 {
                     for t in 0..T {
                         // SAFETY: 4 codes of the 16 inputs from k on.
                         let a = unsafe { four(codes[t].add(at + 4 * j)) };
                         if is_wide(ROW) {
-                            let w = if is_table(ROW) { w[j] } else { _mm256_xor_si256(w[j], _mm256_set1_epi8(-128)) };
+                            let signed = is_table(ROW) || is_grid(ROW);
+                            let w = if signed { w[j] } else { _mm256_xor_si256(w[j], _mm256_set1_epi8(-128)) };
                             let products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
                             dot[t][upper] = _mm256_add_epi32(dot[t][upper], _mm256_madd_epi16(products, ones));
                             continue;
@@ -297,6 +305,24 @@ pub(super) unsafe fn scales8<const ROW: usize>(scales: Scales<'_>, group: usize,
             [_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers(at)), 16)), _mm256_setzero_ps()]
         }
         pack::Scales::Wide => unreachable!("integers have no such scales"),
+        pack::Scales::Zeros => {
+            // SAFETY: as promised by the caller.
+            let zeros = unsafe { _mm_loadl_epi64(scales.bytes.as_ptr().add(at + 2 * TILE_ROWS + 8 * upper).cast()) };
+            let zeros = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(zeros));
+            let scale = match scales.f16 {
+                true => _mm256_cvtph_ps(numbers(at)),
+                false => _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers(at)), 16)),
+            };
+            [scale, _mm256_xor_ps(_mm256_mul_ps(scale, zeros), _mm256_set1_ps(-0.0))]
+        }
+        pack::Scales::Odd { halvings, .. } => {
+            // SAFETY: as promised by the caller.
+            let count = unsafe { odd_counts8::<ROW>(scales, group, upper) };
+            let odd = _mm256_add_epi32(_mm256_add_epi32(count, count), _mm256_set1_epi32(1));
+            let unit = _mm256_set1_ps(1.0 / f32::from(1u8 << halvings));
+            let scale = _mm256_mul_ps(_mm256_cvtph_ps(numbers(head)), _mm256_cvtepi32_ps(odd));
+            [_mm256_mul_ps(scale, unit), _mm256_setzero_ps()]
+        }
         pack::Scales::E4m3 => {
             // SAFETY: as promised by the caller.
             let (bytes, number) = unsafe {
@@ -320,6 +346,91 @@ pub(super) unsafe fn scales8<const ROW: usize>(scales: Scales<'_>, group: usize,
             [scale, _mm256_xor_ps(offset, _mm256_set1_ps(-0.0))]
         }
     }
+}
+
+/// What the lower or the upper 8 rows of a group count, of scales that are odd.
+///
+/// # Safety
+/// The group's scales and codes to read; AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn odd_counts8<const ROW: usize>(scales: Scales<'_>, group: usize, upper: usize) -> __m256i {
+    let pack::Scales::Odd { apart, .. } = row(ROW).scales else { unreachable!("other scales") };
+    // SAFETY: as promised by the caller.
+    unsafe {
+        if apart {
+            let (at, _) = row(ROW).scales.at(group, row(ROW).group_size);
+            let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(scales.bytes.as_ptr().add(at).cast()));
+            return _mm256_and_si256(
+                _mm256_srl_epi32(bytes, _mm_cvtsi32_si128(4 * upper as i32)),
+                _mm256_set1_epi32(15),
+            );
+        }
+        let signs = grid_at(ROW, group).0 + (grid(ROW).block_words() - 1) * 64;
+        _mm256_srli_epi32(_mm256_loadu_si256(scales.lines.as_ptr().add(signs + 32 * upper).cast()), 28)
+    }
+}
+
+/// The codes of the 16 inputs from `k` on whose words are in `lines`: four runs of 4 inputs of the lower or the upper 8
+/// rows, `add` added.
+///
+/// # Safety
+/// The words of the inputs' super-block to read; AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn grid_runs<const ROW: usize>(
+    lines: *const u8,
+    k: usize,
+    upper: usize,
+    add: __m256i,
+) -> [__m256i; 4] {
+    let (grid, block, half) = (grid(ROW), k / 32, k / 16 % 2);
+    let (at, first) = grid_at(ROW, block);
+    // SAFETY: as promised by the caller.
+    let line = |at: usize| unsafe { _mm256_loadu_si256(lines.add(at + 32 * upper).cast()) };
+    let shifted = |x: __m256i, by: usize| _mm256_srl_epi32(x, _mm_cvtsi32_si128(by as i32));
+    let signs = line(at + (grid.block_words() - 1) * 64);
+    // Upper bits of indices, and from where on.
+    let (above, above_at) = match grid.has_all_signs() {
+        true => (line(first + (8 * grid.block_words() + block % 8 / 4) * 64), 8 * (block % 4)),
+        false => (signs, 28),
+    };
+    let mut w = [_mm256_setzero_si256(); 4];
+    for pair in 0..2 {
+        let eight = 2 * half + pair;
+        // The signs of eight weights, in each byte of a dword.
+        let negative = if grid.has_all_signs() {
+            shifted(signs, 8 * eight)
+        } else {
+            let seven = _mm256_and_si256(shifted(signs, 7 * eight), _mm256_set1_epi32(127));
+            // Four bits are even or odd: of each a bit of this number.
+            let folded = _mm256_and_si256(_mm256_xor_si256(seven, _mm256_srli_epi32(seven, 4)), _mm256_set1_epi32(15));
+            let odd = _mm256_srlv_epi32(_mm256_set1_epi32(0x6996), folded);
+            _mm256_or_si256(seven, _mm256_slli_epi32(odd, 7)) // and more above the lowest byte
+        };
+        let lowest = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+        let negative = _mm256_shuffle_epi8(negative, lowest);
+        for four in 0..2 {
+            let run = if grid.run() == 4 { 2 * eight + four } else { eight };
+            let low = shifted(line(at + run / 4 * 64), 8 * (run % 4));
+            let mut index = _mm256_and_si256(low, _mm256_set1_epi32(255));
+            if grid.upper_bits() > 0 {
+                let mask = _mm256_set1_epi32((1 << grid.upper_bits()) - 1);
+                let bits = _mm256_and_si256(shifted(above, above_at + grid.upper_bits() * run), mask);
+                index = _mm256_or_si256(index, _mm256_slli_epi32(bits, 8));
+            }
+            if grid.run() == 8 {
+                index = _mm256_add_epi32(_mm256_add_epi32(index, index), _mm256_set1_epi32(four as i32));
+            }
+            // SAFETY: there are so many indices.
+            let size = unsafe { _mm256_i32gather_epi32::<4>(grid.magnitudes().as_ptr().cast(), index) };
+            let bits = _mm256_set1_epi32([0x0804_0201, 0x8040_2010_u32 as i32][four]);
+            let mask = _mm256_cmpeq_epi8(_mm256_and_si256(negative, bits), bits);
+            let signed = _mm256_sub_epi8(_mm256_xor_si256(size, mask), mask);
+            w[2 * pair + four] = _mm256_add_epi8(signed, add);
+        }
+    }
+    w
 }
 
 /// Numbers of E4M3, byte `J` of each dword, exactly.

@@ -9,7 +9,8 @@ use super::activations::CODES as BLOCK;
 use super::avx2::counts;
 use super::shared::PREFETCH_TOKENS;
 use super::tiles::{
-    INTEGER_ROWS, Scales, To, bias, by_row, even_bits, half_bytes, half_lines, is_table, row, step, table,
+    INTEGER_ROWS, Scales, To, bias, by_row, even_bits, grid, grid_at, half_bytes, half_lines, is_grid, is_table, row,
+    step, table,
 };
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
@@ -338,7 +339,12 @@ unsafe fn block<const ROW: usize, const T: usize, const CHAINS: usize>(
                 ahead.prefetch(weights, half_lines(ROW, half));
             }
             // SAFETY: 16 inputs of 16 rows, inside the tile whose length was checked.
-            let w = unsafe { runs::<ROW>(weights, half, values) };
+            let w = unsafe {
+                match is_grid(ROW) {
+                    true => grid_runs::<ROW>(lines.as_ptr(), k, values),
+                    false => runs::<ROW>(weights, half, values),
+                }
+            };
             weights = weights.wrapping_add(step(ROW, half));
             for j in 0..4 {
                 for t in 0..T {
@@ -451,6 +457,26 @@ pub(super) unsafe fn scales16<const ROW: usize>(scales: Scales<'_>, group: usize
             [_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers(at)), 16)), _mm512_setzero_ps()]
         }
         pack::Scales::Wide => unreachable!("integers have no such scales"),
+        pack::Scales::Zeros => {
+            // SAFETY: as promised by the caller.
+            let zeros = unsafe { _mm_loadu_si128(scales.bytes.as_ptr().add(at + 2 * TILE_ROWS).cast()) };
+            let zeros = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(zeros));
+            let scale = match scales.f16 {
+                true => _mm512_cvtph_ps(numbers(at)),
+                false => _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers(at)), 16)),
+            };
+            let sign = _mm512_set1_epi32(i32::MIN);
+            let offset = _mm512_castps_si512(_mm512_mul_ps(scale, zeros));
+            [scale, _mm512_castsi512_ps(_mm512_xor_si512(offset, sign))]
+        }
+        pack::Scales::Odd { halvings, .. } => {
+            // SAFETY: as promised by the caller.
+            let count = unsafe { odd_counts16::<ROW>(scales, group) };
+            let odd = _mm512_add_epi32(_mm512_add_epi32(count, count), _mm512_set1_epi32(1));
+            let unit = _mm512_set1_ps(1.0 / f32::from(1u8 << halvings));
+            let scale = _mm512_mul_ps(_mm512_cvtph_ps(numbers(head)), _mm512_cvtepi32_ps(odd));
+            [_mm512_mul_ps(scale, unit), _mm512_setzero_ps()]
+        }
         pack::Scales::E4m3 => {
             // SAFETY: as promised by the caller.
             let (bytes, number) = unsafe {
@@ -474,6 +500,82 @@ pub(super) unsafe fn scales16<const ROW: usize>(scales: Scales<'_>, group: usize
             [scale, _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(offset), sign))]
         }
     }
+}
+
+/// What 16 rows of a group count, of scales that are odd.
+///
+/// # Safety
+/// The group's scales and codes to read; AVX-512 F, BW and VL.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn odd_counts16<const ROW: usize>(scales: Scales<'_>, group: usize) -> __m512i {
+    let pack::Scales::Odd { apart, .. } = row(ROW).scales else { unreachable!("other scales") };
+    // SAFETY: as promised by the caller.
+    unsafe {
+        if apart {
+            let (at, _) = row(ROW).scales.at(group, row(ROW).group_size);
+            let bytes = _mm_loadl_epi64(scales.bytes.as_ptr().add(at).cast());
+            let all = _mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4));
+            return _mm512_and_si512(_mm512_cvtepu8_epi32(all), _mm512_set1_epi32(15));
+        }
+        let signs = grid_at(ROW, group).0 + (grid(ROW).block_words() - 1) * 64;
+        _mm512_srli_epi32(_mm512_loadu_si512(scales.lines.as_ptr().add(signs).cast()), 28)
+    }
+}
+
+/// The codes of the 16 inputs from `k` on whose words are in `lines`: four runs of 4 inputs of 16 rows, `add` added.
+///
+/// # Safety
+/// The words of the inputs' super-block to read; AVX-512 F, BW and VL.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) unsafe fn grid_runs<const ROW: usize>(lines: *const u8, k: usize, add: __m512i) -> [__m512i; 4] {
+    let (grid, block, half) = (grid(ROW), k / 32, k / 16 % 2);
+    let (at, first) = grid_at(ROW, block);
+    // SAFETY: as promised by the caller.
+    let line = |at: usize| unsafe { _mm512_loadu_si512(lines.add(at).cast()) };
+    let shifted = |x: __m512i, by: usize| _mm512_srl_epi32(x, _mm_cvtsi32_si128(by as i32));
+    let signs = line(at + (grid.block_words() - 1) * 64);
+    // Upper bits of indices, and from where on.
+    let (above, above_at) = match grid.has_all_signs() {
+        true => (line(first + (8 * grid.block_words() + block % 8 / 4) * 64), 8 * (block % 4)),
+        false => (signs, 28),
+    };
+    let mut w = [_mm512_setzero_si512(); 4];
+    for pair in 0..2 {
+        let eight = 2 * half + pair;
+        // The signs of eight weights, in each byte of a dword.
+        let negative = if grid.has_all_signs() {
+            shifted(signs, 8 * eight)
+        } else {
+            let seven = _mm512_and_si512(shifted(signs, 7 * eight), _mm512_set1_epi32(127));
+            // Four bits are even or odd: of each a bit of this number.
+            let folded = _mm512_and_si512(_mm512_xor_si512(seven, _mm512_srli_epi32(seven, 4)), _mm512_set1_epi32(15));
+            let odd = _mm512_srlv_epi32(_mm512_set1_epi32(0x6996), folded);
+            _mm512_or_si512(seven, _mm512_slli_epi32(odd, 7)) // and more above the lowest byte
+        };
+        let lowest = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+        let negative = _mm512_shuffle_epi8(negative, lowest);
+        for four in 0..2 {
+            let run = if grid.run() == 4 { 2 * eight + four } else { eight };
+            let low = shifted(line(at + run / 4 * 64), 8 * (run % 4));
+            let mut index = _mm512_and_si512(low, _mm512_set1_epi32(255));
+            if grid.upper_bits() > 0 {
+                let mask = _mm512_set1_epi32((1 << grid.upper_bits()) - 1);
+                let bits = _mm512_and_si512(shifted(above, above_at + grid.upper_bits() * run), mask);
+                index = _mm512_or_si512(index, _mm512_slli_epi32(bits, 8));
+            }
+            if grid.run() == 8 {
+                index = _mm512_add_epi32(_mm512_add_epi32(index, index), _mm512_set1_epi32(four as i32));
+            }
+            // SAFETY: there are so many indices.
+            let size = unsafe { _mm512_i32gather_epi32::<4>(index, grid.magnitudes().as_ptr().cast()) };
+            let bits = _mm512_set1_epi32([0x0804_0201, 0x8040_2010_u32 as i32][four]);
+            let mask = _mm512_test_epi8_mask(negative, bits);
+            w[2 * pair + four] = _mm512_mask_sub_epi8(_mm512_add_epi8(size, add), mask, add, size);
+        }
+    }
+    w
 }
 
 /// A table of 16 bytes for `vpshufb`, four times.

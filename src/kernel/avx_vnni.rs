@@ -6,8 +6,8 @@ use std::arch::x86_64::*;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
-use super::avx2::{self, four, lookup, runs, scales8, sums};
-use super::tiles::{Scales, To, bias, half_lines, row, step, table};
+use super::avx2::{self, four, grid_runs, lookup, runs, scales8, sums};
+use super::tiles::{Scales, To, bias, half_lines, is_grid, row, step, table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Exists only where [`detect`] found the features: that is what every call below relies on.
@@ -78,7 +78,12 @@ unsafe fn block<const ROW: usize, const T: usize>(
             ahead.prefetch(weights, half_lines(ROW, half));
             for upper in 0..2 {
                 // SAFETY: 16 inputs of 16 rows, inside the tile whose length was checked.
-                let w = unsafe { runs::<ROW>(weights, half, upper, values) };
+                let w = unsafe {
+                    match is_grid(ROW) {
+                        true => grid_runs::<ROW>(lines.as_ptr(), k, upper, values),
+                        false => runs::<ROW>(weights, half, upper, values),
+                    }
+                };
                 for j in 0..4 {
                     for t in 0..T {
                         // SAFETY: 4 codes of the 16 inputs from k on.

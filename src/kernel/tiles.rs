@@ -4,7 +4,7 @@
 #[cfg(target_arch = "x86_64")]
 use moebius_cache::ScaleType;
 #[cfg(target_arch = "x86_64")]
-use moebius_cache::pack::{CodeType, MatrixLayout, Row};
+use moebius_cache::pack::{CodeType, Grid, MatrixLayout, Row};
 
 #[cfg(target_arch = "x86_64")]
 use super::Start;
@@ -148,7 +148,8 @@ pub(super) const fn row(number: usize) -> Row {
 #[cfg(target_arch = "x86_64")]
 macro_rules! by_row {
     ($number:expr, $function:ident $n:tt $arguments:tt) => {
-        $crate::kernel::tiles::by_row!(@ $number, $function $n $arguments, 0 1 2 3 4 5 6 7 8 9 10 11 12 13)
+        $crate::kernel::tiles::by_row!(@ $number, $function $n $arguments, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16
+            17 18 19)
     };
     (@ $number:expr, $function:ident $n:tt $arguments:tt, $($row:literal)*) => {{
         const { assert!([$($row),*].len() == $crate::kernel::tiles::INTEGER_ROWS, "a number for each row") };
@@ -198,11 +199,27 @@ pub(super) const fn is_table(number: usize) -> bool {
     row(number).codes.table().is_some()
 }
 
-/// What four bits of a table stand for, `add` added; zeros where there is none.
+/// The grid whose places codes are. Panics: they are none (a bug).
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn grid(number: usize) -> Grid {
+    match row(number).codes {
+        CodeType::Grid(grid) => grid,
+        _ => panic!("codes that are no places in a grid"),
+    }
+}
+
+/// Whether codes are places in a grid.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn is_grid(number: usize) -> bool {
+    matches!(row(number).codes, CodeType::Grid(_))
+}
+
+/// What four bits of a table stand for, `add` added; of a grid what is added; zeros where there is none.
 #[cfg(target_arch = "x86_64")]
 pub(super) const fn table(codes: CodeType, add: i32) -> [i8; 16] {
     let mut table = match codes.table() {
         Some(table) => *table,
+        None if matches!(codes, CodeType::Grid(_)) => [0; 16],
         None => return [0; 16],
     };
     let mut i = 0;
@@ -222,13 +239,16 @@ pub(super) const fn half_bytes(number: usize) -> usize {
 /// From the lines of one half of a block of 32 inputs to those of the next.
 #[cfg(target_arch = "x86_64")]
 pub(super) const fn step(number: usize, half: usize) -> usize {
+    if is_grid(number) {
+        return row(number).codes.bytes(16); // for prefetching alone
+    }
     half_bytes(number) + half * (row(number).codes.bits() % 2) * 64
 }
 
 /// Lines of 64 bytes that a half of a block brings.
 #[cfg(target_arch = "x86_64")]
 pub(super) const fn half_lines(number: usize, half: usize) -> usize {
-    step(number, half) / 64
+    step(number, half).div_ceil(64)
 }
 
 /// The scales at the beginning of a tile.
@@ -236,8 +256,9 @@ pub(super) const fn half_lines(number: usize, half: usize) -> usize {
 #[derive(Clone, Copy)]
 pub(super) struct Scales<'a> {
     pub(super) bytes: &'a [u8],
-    pub(super) group: usize, // inputs that share one
-    pub(super) f16: bool,    // not bf16
+    pub(super) lines: &'a [u8], // of a grid's codes, above whose signs scales may lie
+    pub(super) group: usize,    // inputs that share one
+    pub(super) f16: bool,       // not bf16
     pub(super) f32: bool,
 }
 
@@ -247,8 +268,15 @@ impl<'a> Scales<'a> {
     pub(super) fn split(layout: &MatrixLayout, tile: &'a [u8]) -> (Self, &'a [u8]) {
         let (bytes, lines) = tile.split_at(layout.scale_bytes());
         let (group, scales) = (layout.precision.group_size().unwrap_or(0), layout.precision.scales());
-        (Self { bytes, group, f16: scales == ScaleType::F16, f32: scales == ScaleType::F32 }, lines)
+        (Self { bytes, lines, group, f16: scales == ScaleType::F16, f32: scales == ScaleType::F32 }, lines)
     }
+}
+
+/// Where the words of block `block` of 32 inputs begin in the lines of a grid's codes, and those of its super-block.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn grid_at(number: usize, block: usize) -> (usize, usize) {
+    let first = block / 8 * grid(number).words() * 64;
+    (first + block % 8 * grid(number).block_words() * 64, first)
 }
 
 /// Where a tile's results go, and what is read meanwhile.

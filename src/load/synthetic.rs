@@ -4,7 +4,7 @@
 //! every token goes to the same few experts, which then stay in the processor's cache. Here every weight has mean zero,
 //! and what layers add stays small beside the embeddings, so tokens stay different and routing spreads.
 
-use half::bf16;
+use half::{bf16, f16};
 use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::pack::{CodeType, MatrixLayout, Precisions, Row, Scales, TILE_ROWS};
 use moebius_cache::quantize::{Scratch, quantize_tile};
@@ -96,6 +96,19 @@ fn fill_tile(layout: &MatrixLayout, tile: &mut [u8], rms: f32, random: &mut Rand
     else {
         return fill_bf16(bytemuck::cast_slice_mut(tile), rms, random.bits());
     };
+    if let (CodeType::Grid(grid), Scales::Odd { halvings, .. }) = (codes, scales) {
+        // Any bits are weights, of as many signs of a kind; of counts up to 15 the mean square is 341.
+        tile.chunks_mut(8).for_each(|bytes| bytes.copy_from_slice(&random.bits().to_le_bytes()[..bytes.len()]));
+        let magnitudes = grid.magnitudes().iter().flat_map(|four| four.to_le_bytes());
+        let squares: f32 = magnitudes.map(|magnitude| f32::from(magnitude).powi(2)).sum();
+        let codes = (squares / (4 * grid.magnitudes().len()) as f32).sqrt();
+        let d = f16::from_f32(rms / codes / 341f32.sqrt() * f32::from(1u8 << halvings)).to_le_bytes();
+        for group in 0..layout.k / group_size {
+            let (_, head) = scales.at(group, group_size);
+            tile[head..head + scales.head_bytes()].as_chunks_mut::<2>().0.fill(d);
+        }
+        return;
+    }
     let of_integers = scales == Scales::Plain && !codes.are_floats();
     if !of_integers || codes == CodeType::Iq4 || !codes.bits().is_power_of_two() {
         // Bits of codes lie in several places, or have no mean of zero: as a checkpoint's weights.

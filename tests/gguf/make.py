@@ -733,7 +733,8 @@ def model(fixture, out, types, split, fuse, old, changes):
     write_safetensors(out / "model.safetensors", stand_for)
 
 
-BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+BLOCKS = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4".split()
+BLOCKS += "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S TQ1_0 TQ2_0".split()
 # Where a block has its f16 scales: random bits there would be infinities.
 HALVES = {
     "Q4_0": [0],
@@ -746,8 +747,17 @@ HALVES = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "IQ1_S": [0],
+    "IQ1_M": [],
+    "IQ2_XXS": [0],
+    "IQ2_XS": [0],
+    "IQ2_S": [0],
+    "IQ3_XXS": [0],
+    "IQ3_S": [0],
     "IQ4_NL": [0],
     "IQ4_XS": [0],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
     "MXFP4": [],
 }
 
@@ -761,6 +771,11 @@ MADE_UP = {
     Type.Q6_K: [1],
     Type.IQ4_NL: [1],
     Type.IQ4_XS: [1],
+    Type.IQ2_XXS: [1],
+    Type.IQ2_XS: [1],
+    Type.IQ2_S: [1],
+    Type.IQ3_XXS: [1],
+    Type.IQ3_S: [1],
 }
 
 
@@ -789,6 +804,11 @@ def blocks(out):
         for at in HALVES[kind]:
             scale = (random.standard_normal((rows, count)) * 0.01).astype("<f2")
             data[:, :, at : at + 2] = scale.view(np.uint8).reshape(rows, count, 2)
+        if kind == "IQ1_M":  # a quarter of the scale in each of four places
+            scale = (random.standard_normal((rows, count)) * 0.01).astype("<f2").view(np.uint16)
+            for part in range(4):
+                nibble = (scale >> (4 * part) & 15).astype(np.uint8)
+                data[:, :, 49 + 2 * part] = data[:, :, 49 + 2 * part] & 15 | nibble << 4
         if kind == "MXFP4":
             data[:, :, 0] = random.integers(100, 140, (rows, count))
         data = data.reshape(rows, -1)

@@ -25,7 +25,7 @@
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
-use super::{BF16_INPUTS, GROUP_SIZES, TILE_ROWS};
+use super::{BF16_INPUTS, GROUP_SIZES, Grid, TILE_ROWS};
 
 /// Twice what four bits of E2M1 stand for, so that all are integers: a sign, two bits of exponent, one of mantissa.
 ///
@@ -120,6 +120,8 @@ pub enum CodeType {
     Iq4,
     /// Floats: the bits of E4M3 themselves, [`E4M3`].
     E4m3,
+    /// A place in a grid and a sign.
+    Grid(Grid),
     /// Integers of so many bits, stored with `zero` added.
     Int {
         /// 2 to 6, or 8.
@@ -130,12 +132,21 @@ pub enum CodeType {
 }
 
 impl CodeType {
-    /// Bits of a stored code.
+    /// Bits of a stored code; of a grid's those that are no upper bits of indices.
     pub const fn bits(self) -> usize {
         match self {
+            Self::Grid(grid) => grid.block_words(),
             Self::E2m1 | Self::Iq4 => 4,
             Self::E4m3 => 8,
             Self::Int { bits, .. } => bits as usize,
+        }
+    }
+
+    /// Bytes of the codes of `k` inputs of 16 rows; of a grid's on average, but for whole super-blocks.
+    pub const fn bytes(self, k: usize) -> usize {
+        match self {
+            Self::Grid(grid) => k * TILE_ROWS * grid.words() * 4 / SUPER_BLOCK,
+            _ => k * TILE_ROWS * self.bits() / 8,
         }
     }
 
@@ -165,6 +176,12 @@ impl CodeType {
                 };
                 (nearer as u8 | u8::from(value.is_sign_negative()) << 7) as i8
             }
+            Self::Grid(grid) => {
+                let magnitudes = grid.magnitudes().iter().flat_map(|four| four.to_le_bytes()).map(|byte| byte as i8);
+                let distance = |magnitude: &i8| (value.abs() - f32::from(*magnitude)).abs();
+                let nearest = magnitudes.min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0);
+                if value < 0.0 { -nearest } else { nearest }
+            }
             Self::E2m1 | Self::Iq4 => {
                 let distance = |&code: &i8| (value - f32::from(code)).abs();
                 let table = self.table().into_iter().flatten().copied();
@@ -183,6 +200,7 @@ impl CodeType {
             Self::E2m1 => [-12, 12],
             Self::Iq4 => [IQ4[0], IQ4[15]],
             Self::E4m3 => [i8::MIN, i8::MAX],
+            Self::Grid(grid) => [-grid.largest(), grid.largest()],
             Self::Int { bits, zero } => {
                 let low = -(zero as i32);
                 [low as i8, (low + (1 << bits) - 1) as i8]
@@ -195,17 +213,18 @@ impl CodeType {
         match self {
             Self::E2m1 => Some(&DOUBLED_E2M1),
             Self::Iq4 => Some(&IQ4),
-            Self::E4m3 | Self::Int { .. } => None,
+            Self::E4m3 | Self::Grid(_) | Self::Int { .. } => None,
         }
     }
 
-    /// The code that these bits stand for.
+    /// The code that these bits stand for. Panics: they are places in a grid, which do not stand alone (a bug).
     pub const fn code(self, stored: u8) -> i8 {
         match self {
             Self::Int { zero, .. } => stored.wrapping_sub(zero) as i8,
             Self::E2m1 => DOUBLED_E2M1[stored as usize],
             Self::Iq4 => IQ4[stored as usize],
             Self::E4m3 => stored as i8,
+            Self::Grid(_) => panic!("a code of a grid alone"),
         }
     }
 
@@ -241,6 +260,9 @@ pub enum Scales {
     E4m3,
     /// Two numbers in f16: a scale and an offset.
     WithOffset,
+    /// A number of two bytes, of the precision's [`ScaleType`], and a byte, the code that stands for zero: so many
+    /// scales are taken off.
+    Zeros,
     /// A count of how many `d` of the super-block it is.
     Counted {
         /// Bits of a count, and of an offset's.
@@ -250,29 +272,37 @@ pub enum Scales {
         /// Whether there are counts of `dmin`, which are taken off.
         offsets: bool,
     },
+    /// A count of 4 bits: the scale is so many times two and one more `d`, halved.
+    Odd {
+        /// How often it is halved.
+        halvings: u8,
+        /// Whether counts lie here; otherwise they lie above the signs of a grid's codes.
+        apart: bool,
+    },
 }
 
 impl Scales {
     /// Whether groups have offsets.
     pub const fn have_offsets(self) -> bool {
         match self {
-            Self::Plain | Self::Wide | Self::E4m3 => false,
-            Self::WithOffset => true,
+            Self::Plain | Self::Wide | Self::E4m3 | Self::Odd { .. } => false,
+            Self::WithOffset | Self::Zeros => true,
             Self::Counted { offsets, .. } => offsets,
         }
     }
 
-    /// Whether a scale is a number of its own, and there is no offset.
+    /// Whether a weight is a scale times an integer, or a float: its code, or that less the code of zero.
     pub const fn are_single(self) -> bool {
-        matches!(self, Self::Plain | Self::Wide)
+        matches!(self, Self::Plain | Self::Wide | Self::Zeros)
     }
 
     /// Bytes of the numbers that all groups of a super-block, or of the row, share, of 16 rows.
     pub const fn head_bytes(self) -> usize {
         match self {
-            Self::Plain | Self::Wide | Self::WithOffset => 0,
+            Self::Plain | Self::Wide | Self::WithOffset | Self::Zeros => 0,
             Self::E4m3 => 4 * TILE_ROWS,
             Self::Counted { offsets, .. } => 2 * TILE_ROWS * (1 + offsets as usize),
+            Self::Odd { .. } => 2 * TILE_ROWS,
         }
     }
 
@@ -281,17 +311,24 @@ impl Scales {
         match self {
             Self::Plain => 2 * TILE_ROWS,
             Self::Wide | Self::WithOffset => 4 * TILE_ROWS,
+            Self::Zeros => 3 * TILE_ROWS,
             Self::E4m3 => TILE_ROWS,
             Self::Counted { bits, offsets, .. } => TILE_ROWS * bits as usize * (1 + offsets as usize) / 8,
+            Self::Odd { apart, .. } => TILE_ROWS / 2 * apart as usize,
         }
+    }
+
+    /// Whether they are of two levels, in super-blocks.
+    pub const fn have_super_blocks(self) -> bool {
+        matches!(self, Self::Counted { .. } | Self::Odd { .. })
     }
 
     /// Bytes of the scales of `k` inputs of 16 rows.
     pub const fn bytes(self, k: usize, group_size: usize) -> usize {
         let heads = match self {
-            Self::Plain | Self::Wide | Self::WithOffset => 0,
+            Self::Plain | Self::Wide | Self::WithOffset | Self::Zeros => 0,
             Self::E4m3 => 1,
-            Self::Counted { .. } => k / SUPER_BLOCK,
+            Self::Counted { .. } | Self::Odd { .. } => k / SUPER_BLOCK,
         };
         heads * self.head_bytes() + k / group_size * self.record_bytes()
     }
@@ -299,10 +336,10 @@ impl Scales {
     /// Where a group's own bytes begin in a tile, and where those of its super-block, or of the row, do.
     pub const fn at(self, group: usize, group_size: usize) -> (usize, usize) {
         match self {
-            Self::Plain | Self::Wide | Self::WithOffset | Self::E4m3 => {
+            Self::Plain | Self::Wide | Self::WithOffset | Self::Zeros | Self::E4m3 => {
                 (self.head_bytes() + group * self.record_bytes(), 0)
             }
-            Self::Counted { .. } => {
+            Self::Counted { .. } | Self::Odd { .. } => {
                 let groups = SUPER_BLOCK / group_size;
                 let bytes = self.head_bytes() + groups * self.record_bytes();
                 let head = group / groups * bytes;
@@ -325,13 +362,16 @@ pub struct Row {
 
 impl Row {
     /// Every one there is; kernels know them by their numbers.
-    pub const ALL: [Self; 16] = {
+    pub const ALL: [Self; 22] = {
         use Scales::{Counted, Plain, Wide, WithOffset};
         const fn row(codes: CodeType, scales: Scales, group_size: usize) -> Row {
             Row { codes, scales, group_size }
         }
         const fn int(bits: u8, zero: u8) -> CodeType {
             CodeType::Int { bits, zero }
+        }
+        const fn odd(halvings: u8, apart: bool) -> Scales {
+            Scales::Odd { halvings, apart }
         }
         [
             row(CodeType::E2m1, Plain, 32),
@@ -348,6 +388,12 @@ impl Row {
             row(int(5, 0), WithOffset, 32),
             row(int(5, 16), Plain, 32),
             row(CodeType::E2m1, Scales::E4m3, 16),
+            row(CodeType::Grid(Grid::Iq2Xxs), odd(3, false), 32),
+            row(CodeType::Grid(Grid::Iq2Xs), odd(3, true), 16),
+            row(CodeType::Grid(Grid::Iq2S), odd(3, true), 16),
+            row(CodeType::Grid(Grid::Iq3Xxs), odd(2, false), 32),
+            row(CodeType::Grid(Grid::Iq3S), odd(0, true), 32),
+            row(int(4, 0), Scales::Zeros, 0),
             row(CodeType::E4m3, Plain, 0),
             row(CodeType::E4m3, Wide, 0),
         ]
@@ -371,6 +417,14 @@ pub enum Precision {
     /// 4-bit integers, one scale per `group_size` inputs of a row.
     Int4 {
         /// Inputs that share a scale: 32, 64 or 128.
+        group_size: usize,
+        /// Type of the scales.
+        #[serde(default, skip_serializing_if = "ScaleType::is_bf16")]
+        scales: ScaleType,
+    },
+    /// 4-bit integers, one scale and one zero point per `group_size` inputs of a row.
+    Uint4 {
+        /// Inputs that share a scale and a zero point: 32, 64 or 128.
         group_size: usize,
         /// Type of the scales.
         #[serde(default, skip_serializing_if = "ScaleType::is_bf16")]
@@ -419,16 +473,32 @@ pub enum Precision {
     /// llama.cpp's: 5 bits, groups of 32, f16 scales.
     #[serde(rename = "q5_0")]
     Q5_0,
+    /// llama.cpp's: places in a grid, 2.06 bits, groups of 32, counts of 4 bits.
+    #[serde(rename = "iq2_xxs")]
+    Iq2Xxs,
+    /// llama.cpp's: places in a grid, 2.31 bits, groups of 16, counts of 4 bits.
+    #[serde(rename = "iq2_xs")]
+    Iq2Xs,
+    /// llama.cpp's: places in a grid, 2.56 bits, groups of 16, counts of 4 bits.
+    #[serde(rename = "iq2_s")]
+    Iq2S,
+    /// llama.cpp's: places in a grid, 3.06 bits, groups of 32, counts of 4 bits.
+    #[serde(rename = "iq3_xxs")]
+    Iq3Xxs,
+    /// llama.cpp's: places in a grid, 3.44 bits, groups of 32, counts of 4 bits.
+    #[serde(rename = "iq3_s")]
+    Iq3S,
 }
 
 impl Precision {
     /// Every precision there is.
     pub fn all() -> Vec<Self> {
         use Precision::*;
-        let coded = [Self::int4, Self::int8].into_iter().flat_map(|of| GROUP_SIZES.map(of));
+        let coded = [Self::int4, Self::int8, Self::uint4].into_iter().flat_map(|of| GROUP_SIZES.map(of));
         let mut all = vec![Bf16, Mxfp4];
         all.extend(coded.flat_map(|precision| [precision, precision.with_scales(ScaleType::F16)]));
         all.extend([Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Xs, Iq4Nl, Q4_1, Q5_1, Q5_0, Nvfp4]);
+        all.extend([Iq2Xxs, Iq2Xs, Iq2S, Iq3Xxs, Iq3S]);
         all.extend(GROUP_SIZES.map(Self::fp8).into_iter().flat_map(|fp8| [fp8, fp8.with_scales(ScaleType::F32)]));
         all
     }
@@ -443,6 +513,11 @@ impl Precision {
         Precision::Int4 { group_size, scales: ScaleType::Bf16 }
     }
 
+    /// 4 bits with zero points and bf16 scales.
+    pub const fn uint4(group_size: usize) -> Self {
+        Precision::Uint4 { group_size, scales: ScaleType::Bf16 }
+    }
+
     /// FP8 with bf16 scales.
     pub const fn fp8(group_size: usize) -> Self {
         Precision::Fp8 { group_size, scales: ScaleType::Bf16 }
@@ -454,6 +529,7 @@ impl Precision {
         match self {
             Precision::Int8 { group_size, .. } => Precision::Int8 { group_size, scales: of_integers },
             Precision::Int4 { group_size, .. } => Precision::Int4 { group_size, scales: of_integers },
+            Precision::Uint4 { group_size, .. } => Precision::Uint4 { group_size, scales: of_integers },
             Precision::Fp8 { group_size, .. } if scales == ScaleType::Bf16 => Precision::Fp8 { group_size, scales },
             Precision::Fp8 { group_size, .. } => Precision::Fp8 { group_size, scales: ScaleType::F32 },
             _ => self,
@@ -465,6 +541,7 @@ impl Precision {
         match self {
             Precision::Int8 { scales, .. } => Precision::Int8 { group_size, scales },
             Precision::Int4 { scales, .. } => Precision::Int4 { group_size, scales },
+            Precision::Uint4 { scales, .. } => Precision::Uint4 { group_size, scales },
             Precision::Fp8 { scales, .. } => Precision::Fp8 { group_size, scales },
             _ if self.group_size().is_some_and(|own| own != group_size) => Precision::int8(group_size),
             _ => self,
@@ -490,8 +567,14 @@ impl Precision {
     pub fn on_gpu(self) -> Self {
         match self {
             Precision::Q5_0 | Precision::Iq4Nl => Precision::int8(32).with_scales(ScaleType::F16),
+            Precision::Uint4 { group_size, scales } => Precision::Int8 { group_size, scales },
             Precision::Fp8 { group_size, .. } => Precision::int8(group_size),
             Precision::Nvfp4
+            | Precision::Iq2Xxs
+            | Precision::Iq2Xs
+            | Precision::Iq2S
+            | Precision::Iq3Xxs
+            | Precision::Iq3S
             | Precision::Q2K
             | Precision::Q3K
             | Precision::Iq4Xs
@@ -507,6 +590,7 @@ impl Precision {
             Precision::Bf16 => "bf16",
             Precision::Int8 { .. } => "int8",
             Precision::Int4 { .. } => "int4",
+            Precision::Uint4 { .. } => "uint4",
             Precision::Mxfp4 => "mxfp4",
             Precision::Nvfp4 => "nvfp4",
             Precision::Fp8 { .. } => "fp8",
@@ -520,6 +604,11 @@ impl Precision {
             Precision::Q4_1 => "q4_1",
             Precision::Q5_1 => "q5_1",
             Precision::Q5_0 => "q5_0",
+            Precision::Iq2Xxs => "iq2_xxs",
+            Precision::Iq2Xs => "iq2_xs",
+            Precision::Iq2S => "iq2_s",
+            Precision::Iq3Xxs => "iq3_xxs",
+            Precision::Iq3S => "iq3_s",
         }
     }
 
@@ -541,8 +630,14 @@ impl Precision {
             Precision::Q5_1 => 11,
             Precision::Q5_0 => 12,
             Precision::Nvfp4 => 13,
-            Precision::Fp8 { scales: ScaleType::Bf16, .. } => 14,
-            Precision::Fp8 { .. } => 15,
+            Precision::Iq2Xxs => 14,
+            Precision::Iq2Xs => 15,
+            Precision::Iq2S => 16,
+            Precision::Iq3Xxs => 17,
+            Precision::Iq3S => 18,
+            Precision::Uint4 { .. } => 19,
+            Precision::Fp8 { scales: ScaleType::Bf16, .. } => 20,
+            Precision::Fp8 { .. } => 21,
         })
     }
 
@@ -566,7 +661,7 @@ impl Precision {
     pub(super) const fn line_bytes(self, k: usize) -> usize {
         match self.codes() {
             None => k.next_multiple_of(BF16_INPUTS) * TILE_ROWS * 2,
-            Some(codes) => k * TILE_ROWS * codes.bits() / 8,
+            Some(codes) => codes.bytes(k),
         }
     }
 
@@ -576,6 +671,7 @@ impl Precision {
             (
                 Precision::Int8 { group_size, .. }
                 | Precision::Int4 { group_size, .. }
+                | Precision::Uint4 { group_size, .. }
                 | Precision::Fp8 { group_size, .. },
                 _,
             ) => Some(group_size),
@@ -592,7 +688,7 @@ impl Precision {
     /// What divides the length of every row: a group of a block or more, or a super-block.
     pub fn unit(self) -> usize {
         match self.row() {
-            Some(Row { scales: Scales::Counted { .. }, .. }) => SUPER_BLOCK,
+            Some(row) if row.scales.have_super_blocks() => SUPER_BLOCK,
             _ => self.group_size().map_or(1, |group| group.max(BLOCK)),
         }
     }
@@ -600,7 +696,10 @@ impl Precision {
     /// Type of the scales, or of what they are multiples of.
     pub fn scales(self) -> ScaleType {
         match self {
-            Precision::Int8 { scales, .. } | Precision::Int4 { scales, .. } | Precision::Fp8 { scales, .. } => scales,
+            Precision::Int8 { scales, .. }
+            | Precision::Int4 { scales, .. }
+            | Precision::Uint4 { scales, .. }
+            | Precision::Fp8 { scales, .. } => scales,
             Precision::Nvfp4 => ScaleType::F32,
             Precision::Bf16 | Precision::Mxfp4 => ScaleType::Bf16,
             _ => ScaleType::F16,
@@ -613,6 +712,7 @@ impl std::fmt::Display for Precision {
         match *self {
             Precision::Int8 { group_size, scales }
             | Precision::Int4 { group_size, scales }
+            | Precision::Uint4 { group_size, scales }
             | Precision::Fp8 { group_size, scales } => {
                 write!(f, "{}-g{group_size}", self.name())?;
                 match scales {

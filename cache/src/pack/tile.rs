@@ -5,7 +5,7 @@
 
 use half::{bf16, f16};
 
-use super::{CodeType, E4M3, ExpertLayout, MatrixLayout, Row, SUPER_BLOCK, Scales, TILE_ROWS};
+use super::{CodeType, E4M3, ExpertLayout, Grid, MatrixLayout, Row, SUPER_BLOCK, Scales, TILE_ROWS};
 
 /// Row-major weights of a matrix `[n, k]`, or of some of its rows.
 #[derive(Clone, Debug)]
@@ -26,8 +26,10 @@ pub enum Weights<'a> {
 /// Rows in groups that have offsets, or scales of two levels ([`Scales`]), as they are stored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Blocks {
-    /// `[n, k]`, of those that the precision's codes can be.
+    /// `[n, k]`, of those that the precision's codes can be; empty of a grid's.
     pub codes: Vec<i8>,
+    /// `[n, k / 256, words]` of a grid's codes ([`Grid`]); empty of others.
+    pub words: Vec<u32>,
     /// Bits of f16 numbers: `d` and `dmin` of each super-block, or scale and offset of each group, `[n, ..]`; where
     /// scales are E4M3 the row's f32 number, `[n, 2]`, the lower half first.
     pub heads: Vec<u16>,
@@ -43,17 +45,29 @@ impl Blocks {
         let row = layout.precision.row().expect("a precision of codes");
         let groups = rows * layout.k / layout.precision.group_size().unwrap_or(1);
         let (heads, counts, offsets) = match row.scales {
-            Scales::Plain | Scales::Wide => panic!("{} has plain scales", layout.precision),
+            Scales::Plain | Scales::Wide | Scales::Zeros => panic!("{} has plain scales", layout.precision),
             Scales::E4m3 => (2 * rows, groups, 0),
             Scales::WithOffset => (2 * groups, 0, 0),
             Scales::Counted { offsets, .. } => {
                 (rows * layout.k / SUPER_BLOCK * (1 + usize::from(offsets)), groups, groups * usize::from(offsets))
             }
+            Scales::Odd { apart, .. } => (rows * layout.k / SUPER_BLOCK, groups * usize::from(apart), 0),
         };
-        self.codes.resize(rows * layout.k, 0);
+        let (codes, words) = match row.codes {
+            CodeType::Grid(grid) => (0, rows * layout.k / SUPER_BLOCK * grid.words()),
+            _ => (rows * layout.k, 0),
+        };
+        self.codes.resize(codes, 0);
+        self.words.resize(words, 0);
         self.heads.resize(heads, 0);
         self.counts.resize(counts, 0);
         self.offsets.resize(offsets, 0);
+    }
+
+    /// How many weights there are.
+    pub(crate) fn weights(&self) -> usize {
+        // Of a grid's codes there are words alone, some for each `d`.
+        if self.words.is_empty() { self.codes.len() } else { self.heads.len() * SUPER_BLOCK }
     }
 
     /// Puts one row in the place of row `to`.
@@ -62,6 +76,7 @@ impl Blocks {
             all[to * row.len()..][..row.len()].copy_from_slice(row);
         }
         copy(to, &row.codes, &mut self.codes);
+        copy(to, &row.words, &mut self.words);
         copy(to, &row.heads, &mut self.heads);
         copy(to, &row.counts, &mut self.counts);
         copy(to, &row.offsets, &mut self.offsets);
@@ -69,16 +84,21 @@ impl Blocks {
 
     /// The weights of rows of `k` inputs, which fill `out`. Panics: a precision of plain scales (a bug).
     pub(crate) fn dequantize(&self, precision: super::Precision, k: usize, out: &mut [f32]) {
-        let (Some(Row { scales, .. }), Some(group_size)) = (precision.row(), precision.group_size()) else {
+        let (Some(Row { codes, scales, .. }), Some(group_size)) = (precision.row(), precision.group_size()) else {
             panic!("{precision} has no groups")
         };
+        if let (CodeType::Grid(grid), Scales::Odd { halvings, .. }) = (codes, scales) {
+            return self.in_grid(grid, halvings, group_size, out);
+        }
         assert_eq!((out.len(), out.len() % k), (self.codes.len(), 0), "out");
         let number = |at: usize| f16::from_bits(self.heads[at]).to_f32();
         let weights = out.chunks_exact_mut(group_size).zip(self.codes.chunks_exact(group_size));
         for (group, (out, codes)) in weights.enumerate() {
             let block = group * group_size / SUPER_BLOCK;
             let (scale, offset) = match scales {
-                Scales::Plain | Scales::Wide => panic!("{precision} has plain scales"),
+                Scales::Plain | Scales::Wide | Scales::Zeros | Scales::Odd { .. } => {
+                    panic!("{precision} has other scales")
+                }
                 Scales::E4m3 => {
                     (E4M3[usize::from(self.counts[group])] * f32_of(&self.heads, group * group_size / k), None)
                 }
@@ -97,6 +117,30 @@ impl Blocks {
             }
         }
     }
+}
+
+impl Blocks {
+    fn in_grid(&self, grid: Grid, halvings: u8, group_size: usize, out: &mut [f32]) {
+        let (blocks, groups) = (out.as_chunks_mut::<SUPER_BLOCK>().0, SUPER_BLOCK / group_size);
+        for (i, (out, words)) in blocks.iter_mut().zip(self.words.chunks_exact(grid.words())).enumerate() {
+            let d = f16::from_bits(self.heads[i]).to_f32();
+            for (group, out) in out.chunks_exact_mut(group_size).enumerate() {
+                let count = match self.counts.get(i * groups + group) {
+                    Some(count) => *count,
+                    None => grid.count(|word| words[word], group),
+                };
+                let scale = odd_scale(d, count, halvings);
+                for (input, out) in (group * group_size..).zip(out) {
+                    *out = scale * f32::from(grid.code(|word| words[word], input));
+                }
+            }
+        }
+    }
+}
+
+/// A scale of [`Scales::Odd`]. Exact.
+fn odd_scale(d: f32, count: u8, halvings: u8) -> f32 {
+    d * (2.0 * f32::from(count) + 1.0) / f32::from(1u8 << halvings)
 }
 
 impl<'a> Weights<'a> {
@@ -164,13 +208,38 @@ pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]
                 }
             }
         }
+        (Weights::Int { codes, scales }, Some(row)) if row.scales == Scales::Zeros => {
+            let group_size = layout.precision.group_size().unwrap_or(layout.k);
+            // The smallest code of a group is stored as 0, if it is negative.
+            let zero = |codes: &[i8]| codes.iter().map(|code| -i32::from(*code)).fold(0, i32::max) as i8;
+            let zeros: Vec<i8> = codes.chunks_exact(group_size).map(zero).collect();
+            let groups = codes.chunks_exact(group_size).zip(&zeros);
+            let shifted: Vec<i8> = groups.flat_map(|(codes, zero)| codes.iter().map(move |code| code + zero)).collect();
+            assert!(shifted.iter().all(|&code| (0..16).contains(&code)), "codes of a group span more than 4 bits");
+            let (records, lines) = out.split_at_mut(layout.scale_bytes());
+            records.fill(0);
+            let of_row = layout.k / group_size;
+            for (i, (&scale, &zero)) in scales.iter().zip(&zeros).enumerate() {
+                let (row_number, record) = (i / of_row, &mut records[row.scales.at(i % of_row, group_size).0..]);
+                let bits = layout.precision.scales().to_bits(scale) as u16;
+                record[2 * row_number..][..2].copy_from_slice(&bits.to_le_bytes());
+                record[2 * TILE_ROWS + row_number] = zero as u8;
+            }
+            pack_codes(layout.k, row.codes, &shifted, lines);
+        }
         (Weights::Int { codes, scales }, Some(row)) if row.scales.are_single() => {
             let lines = pack_scales(layout, scales, out);
             pack_codes(layout.k, row.codes, codes, lines);
         }
         (Weights::Blocks(blocks, rows), Some(row)) if !row.scales.are_single() => {
             let lines = pack_counts(layout, row, blocks, rows.clone(), out);
-            pack_codes(layout.k, row.codes, &blocks.codes[rows.start * layout.k..rows.end * layout.k], lines);
+            match row.codes {
+                CodeType::Grid(grid) => {
+                    let words = layout.k / SUPER_BLOCK * grid.words();
+                    pack_words(words, &blocks.words[rows.start * words..rows.end * words], lines);
+                }
+                codes => pack_codes(layout.k, codes, &blocks.codes[rows.start * layout.k..rows.end * layout.k], lines),
+            }
         }
         _ => panic!("weights of another kind than {}", layout.precision),
     }
@@ -209,6 +278,18 @@ fn pack_counts<'o>(
             bytes[4 * row..][..4].copy_from_slice(&head);
             for group in 0..groups {
                 bytes[scales.at(group, group_size).0 + row] = blocks.counts[source * groups + group];
+            }
+            continue;
+        }
+        if let Scales::Odd { apart, .. } = scales {
+            let heads = blocks.heads.chunks_exact(layout.k / SUPER_BLOCK).nth(source).unwrap_or_default();
+            for (i, head) in heads.iter().enumerate() {
+                let (_, at) = scales.at(i * (SUPER_BLOCK / group_size), group_size);
+                bytes[at + 2 * row..][..2].copy_from_slice(&head.to_le_bytes());
+            }
+            for group in (0..groups).filter(|_| apart) {
+                let at = scales.at(group, group_size).0;
+                bytes[at + row % 8] |= blocks.counts[source * groups + group] << (row / 8 * 4);
             }
             continue;
         }
@@ -260,6 +341,17 @@ fn unpack_counts(bits: u8, offsets: bool, record: &[u8], row: usize) -> (u8, u8)
     }
 }
 
+/// Writes the words of up to 16 rows, `words` of each; of the others they are zero.
+fn pack_words(words: usize, rows: &[u32], lines: &mut [u8]) {
+    lines.fill(0);
+    let (lines, _) = lines.as_chunks_mut::<64>();
+    for (row, all) in rows.chunks_exact(words).enumerate() {
+        for (line, word) in lines.iter_mut().zip(all) {
+            line[4 * row..][..4].copy_from_slice(&word.to_le_bytes());
+        }
+    }
+}
+
 /// Writes the codes of up to 16 rows; of the others they are zero.
 fn pack_codes(k: usize, code_type: CodeType, codes: &[i8], lines: &mut [u8]) {
     lines.fill(0);
@@ -275,6 +367,7 @@ fn pack_codes(k: usize, code_type: CodeType, codes: &[i8], lines: &mut [u8]) {
 
 fn pack_rows_of_codes(k: usize, first: usize, code_type: CodeType, codes: &[i8], lines: &mut [u8]) {
     match code_type {
+        CodeType::Grid(_) => panic!("codes of a grid are packed as words"),
         CodeType::E4m3 => pack_runs::<8>(k, first, codes, lines, |word| word),
         // Adding 128 to an i8 is flipping its highest bit.
         CodeType::Int { bits: 8, .. } => pack_runs::<8>(k, first, codes, lines, |word| word ^ 0x8080_8080),
@@ -394,8 +487,23 @@ pub fn unpack_scale(layout: &MatrixLayout, tile: &[u8], row: usize, group: usize
     match scales {
         Scales::Plain => (layout.precision.scales().from_bits(number(at).into()), 0.0),
         Scales::Wide => (float(at), 0.0),
+        Scales::Zeros => {
+            let scale = layout.precision.scales().from_bits(number(at).into());
+            (scale, -(scale * f32::from(tile[at + 2 * TILE_ROWS + row])))
+        }
         Scales::E4m3 => (E4M3[usize::from(tile[at + row])] * float(head), 0.0),
         Scales::WithOffset => (half(at), half(at + 2 * TILE_ROWS)),
+        Scales::Odd { halvings, apart } => {
+            let lines = &tile[layout.scale_bytes()..];
+            let count = match layout.precision.codes() {
+                Some(CodeType::Grid(grid)) if !apart => {
+                    let blocks = SUPER_BLOCK / group_size;
+                    grid.count(|word| word_of(lines, group / blocks * grid.words() + word, row), group % blocks)
+                }
+                _ => tile[at + row % 8] >> (row / 8 * 4) & 15,
+            };
+            (odd_scale(half(head), count, halvings), 0.0)
+        }
         Scales::Counted { bits, zero, offsets } => {
             let (count, offset) = unpack_counts(bits, offsets, &tile[at..], row);
             let scale = half(head) * f32::from(i16::from(count) - i16::from(zero));
@@ -404,9 +512,18 @@ pub fn unpack_scale(layout: &MatrixLayout, tile: &[u8], row: usize, group: usize
     }
 }
 
+/// The word of one row in line `line`.
+fn word_of(lines: &[u8], line: usize, row: usize) -> u32 {
+    lines[64 * line + 4 * row..].first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes))
+}
+
 /// The code of one row and input of a tile, of which `lines` are what follows the scales, by the definition of the
 /// layout.
 pub fn unpack_code(codes: CodeType, lines: &[u8], row: usize, input: usize) -> i8 {
+    if let CodeType::Grid(grid) = codes {
+        let first = input / SUPER_BLOCK * grid.words();
+        return grid.code(|word| word_of(lines, first + word, row), input % SUPER_BLOCK);
+    }
     let bits = codes.bits();
     let block = &lines[input / 32 * bits * 64..];
     // Of line `line`, which holds `bits` of each of a run of codes, those of run `run`.

@@ -246,7 +246,11 @@ pub fn fp4(compressed_tensors: bool) -> Example {
         .add("a.weight_scale", Dtype::U8, &groups, scales.clone());
     }
     let table = Some(CodeType::E2m1);
-    Example::new(written, want, Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, table }))
+    Example::new(
+        written,
+        want,
+        Some(Integers { low: -12, high: 12, group: 32, zeros: false, scales: ScaleType::Bf16, table }),
+    )
 }
 
 pub fn ct(bits: usize, symmetric: bool) -> Written {
@@ -280,7 +284,14 @@ pub fn compressed_tensors(bits: usize, group: usize, zeros: bool, out_of_order: 
     Example::new(
         written,
         want,
-        (!values).then_some(Integers { low, high, group, scales: ScaleType::Bf16, table: None }),
+        (!values).then_some(Integers {
+            low,
+            high,
+            group,
+            zeros: zeros && bits == 4,
+            scales: ScaleType::Bf16,
+            table: None,
+        }),
     )
 }
 
@@ -312,7 +323,9 @@ pub fn gptq(bits: usize, version: &str, symmetric: bool, act_order: bool) -> Exa
     let (low, high) =
         if symmetric { (-(half as i32), half as i32 - 1) } else { (-2 * half as i32, 2 * half as i32 - 1) };
     let values = act_order || bits == 8 && !symmetric;
-    Example::new(written, want, (!values).then_some(Integers { low, high, group, scales: ScaleType::F16, table: None }))
+    let zeros = bits == 4 && !symmetric;
+    let integers = Integers { low, high, group, zeros, scales: ScaleType::F16, table: None };
+    Example::new(written, want, (!values).then_some(integers))
 }
 
 pub fn awq() -> Example {
@@ -336,7 +349,11 @@ pub fn awq() -> Example {
     .words("a.qweight", &[K, N / 8], words(&fields))
     .words("a.qzeros", &[groups, N / 8], words(&zeros))
     .f16s("a.scales", &[groups, N], &scales);
-    Example::new(written, want, Some(Integers { low: -15, high: 15, group, scales: ScaleType::F16, table: None }))
+    Example::new(
+        written,
+        want,
+        Some(Integers { low: -15, high: 15, group, zeros: true, scales: ScaleType::F16, table: None }),
+    )
 }
 
 /// Gate (`second` 0) or up (1) of an expert among `experts`, whose rows alternate.
@@ -362,7 +379,14 @@ pub fn mxfp4(experts: usize, expert: usize, second: usize) -> Example {
         ..Example::new(
             written,
             want,
-            Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, table: Some(CodeType::E2m1) }),
+            Some(Integers {
+                low: -12,
+                high: 12,
+                group: 32,
+                zeros: false,
+                scales: ScaleType::Bf16,
+                table: Some(CodeType::E2m1),
+            }),
         )
     }
 }
@@ -374,7 +398,9 @@ fn gguf(kind: GgmlType) -> Example {
     let mut bytes: Vec<u8> = numbers(N * K / elements * size, 256, 61).iter().map(|&b| b as u8).collect();
     // Scales, then offsets, of which the middle of the codes is 0.
     let halves: &[(usize, f32)] = match kind {
-        Q4_0 | Q5_0 | Q8_0 | IQ4_NL | IQ4_XS => &[(0, 1.0)],
+        Q4_0 | Q5_0 | Q8_0 | IQ4_NL | IQ4_XS | IQ1_S | IQ2_XXS | IQ2_XS | IQ2_S | IQ3_XXS | IQ3_S => &[(0, 1.0)],
+        TQ1_0 => &[(52, 1.0)],
+        TQ2_0 => &[(64, 1.0)],
         Q4_1 => &[(0, 1.0), (2, -7.5)],
         Q5_1 => &[(0, 1.0), (2, -15.5)],
         Q2_K => &[(80, 1.0), (82, 1.5)],
@@ -382,27 +408,40 @@ fn gguf(kind: GgmlType) -> Example {
         Q4_K => &[(0, 1.0), (2, 7.5)],
         Q5_K => &[(0, 1.0), (2, 15.5)],
         Q6_K => &[(208, 1.0)],
-        MXFP4 => &[],
+        MXFP4 | IQ1_M => &[],
     };
     for (block, scale) in bytes.chunks_mut(size).zip(noise(N * K / elements, 62)) {
         for &(at, factor) in halves {
             block[at..at + 2].copy_from_slice(&f16::from_f32(scale * 0.01 * factor).to_le_bytes());
         }
+        if kind == IQ1_M {
+            // Its scale is in four places.
+            let bits = f16::from_f32(scale * 0.01).to_bits();
+            (0..4).for_each(|i| block[49 + 2 * i] = block[49 + 2 * i] & 15 | ((bits >> (4 * i) & 15) as u8) << 4);
+        }
         if kind == MXFP4 {
             block[0] = 120 + block[0] % 8;
         }
     }
-    let number =
-        [2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39][GgmlType::ALL.iter().position(|&k| k == kind).unwrap()];
+    let number = [2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 19, 29, 16, 17, 22, 18, 21, 20, 23, 34, 35, 39]
+        [GgmlType::ALL.iter().position(|&k| k == kind).unwrap()];
     let file =
         File::default().text("general.architecture", "none").tensor("a.weight", &[K as u64, N as u64], number, &bytes);
-    let of = |low, high| Some(Integers { low, high, group: 32, scales: ScaleType::F16, table: None });
+    let of = |low, high| Some(Integers { low, high, group: 32, zeros: false, scales: ScaleType::F16, table: None });
     let integers = match kind {
         Q4_0 => of(-8, 7),
         Q5_0 => of(-16, 15),
-        MXFP4 => Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, table: Some(CodeType::E2m1) }),
+        MXFP4 => Some(Integers {
+            low: -12,
+            high: 12,
+            group: 32,
+            zeros: false,
+            scales: ScaleType::Bf16,
+            table: Some(CodeType::E2m1),
+        }),
         IQ4_NL => of(-127, 113).map(|integers| Integers { table: Some(CodeType::Iq4), ..integers }),
         Q8_0 => of(-128, 127),
+        TQ1_0 | TQ2_0 => of(-1, 2).map(|integers| Integers { group: 256, ..integers }),
         _ => None,
     };
     Example { want: None, gguf: Some(file), ..Example::new(Written::default(), Vec::new(), integers) }

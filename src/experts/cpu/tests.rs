@@ -3,7 +3,7 @@
 use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::format::{Contents, ExpertCache};
-use moebius_cache::pack::{MatrixLayout, Scales, TILE_ROWS, Weights, pack_matrix, unpack_expert};
+use moebius_cache::pack::{MatrixLayout, Row, Scales, TILE_ROWS, Weights, pack_matrix, unpack_expert};
 use moebius_cache::quantize::quantize_matrix;
 
 use super::*;
@@ -59,6 +59,19 @@ fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Rando
     if layout.precision == Precision::Bf16 {
         let weights: Vec<bf16> = (0..rows * layout.k).map(|_| bf16::from_f32(random.uniform() * 0.1)).collect();
         pack_matrix(&MatrixLayout { n: rows, ..*layout }, Weights::Bf16(&weights), bytes);
+        return;
+    }
+    if let Some(Row { scales: scales @ Scales::Odd { .. }, .. }) = layout.precision.row() {
+        // Any bits are weights.
+        bytes.fill_with(|| random.next() as u8);
+        let largest = f32::from(layout.precision.codes().unwrap().range()[1]) * 4.0;
+        for group in 0..layout.k / layout.precision.group_size().unwrap() {
+            let (_, head) = scales.at(group, layout.precision.group_size().unwrap());
+            for (row, d) in bytes[head..head + scales.head_bytes()].chunks_exact_mut(2).enumerate() {
+                let value = if row < rows { 0.1 / largest * (1.5 + random.uniform()) } else { 0.0 };
+                d.copy_from_slice(&half::f16::from_f32(value).to_le_bytes());
+            }
+        }
         return;
     }
     if layout.precision.row().is_some_and(|row| row.scales != Scales::Plain || row.codes.are_floats()) {

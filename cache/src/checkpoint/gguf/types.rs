@@ -16,17 +16,57 @@ pub enum GgmlType {
     Q4_K,
     Q5_K,
     Q6_K,
+    IQ1_S,
+    IQ1_M,
+    IQ2_XXS,
+    IQ2_XS,
+    IQ2_S,
+    IQ3_XXS,
+    IQ3_S,
     IQ4_NL,
     IQ4_XS,
+    TQ1_0,
+    TQ2_0,
     MXFP4,
 }
 
 impl GgmlType {
     /// Every one of them.
-    pub const ALL: [Self; 13] = {
+    pub const ALL: [Self; 22] = {
         use GgmlType::*;
-        [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4]
+        [
+            Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS,
+            IQ3_S, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0, MXFP4,
+        ]
     };
+
+    /// Its number in a file.
+    pub fn number(self) -> u32 {
+        match self {
+            Self::Q4_0 => 2,
+            Self::Q4_1 => 3,
+            Self::Q5_0 => 6,
+            Self::Q5_1 => 7,
+            Self::Q8_0 => 8,
+            Self::Q2_K => 10,
+            Self::Q3_K => 11,
+            Self::Q4_K => 12,
+            Self::Q5_K => 13,
+            Self::Q6_K => 14,
+            Self::IQ2_XXS => 16,
+            Self::IQ2_XS => 17,
+            Self::IQ3_XXS => 18,
+            Self::IQ1_S => 19,
+            Self::IQ4_NL => 20,
+            Self::IQ3_S => 21,
+            Self::IQ2_S => 22,
+            Self::IQ4_XS => 23,
+            Self::IQ1_M => 29,
+            Self::TQ1_0 => 34,
+            Self::TQ2_0 => 35,
+            Self::MXFP4 => 39,
+        }
+    }
 
     /// Weights and bytes of a block.
     pub fn block(self) -> (usize, usize) {
@@ -41,7 +81,15 @@ impl GgmlType {
             Self::Q4_K => (256, 144),
             Self::Q5_K => (256, 176),
             Self::Q6_K => (256, 210),
+            Self::IQ1_S => (256, 50),
+            Self::IQ1_M => (256, 56),
+            Self::IQ2_XXS | Self::TQ2_0 => (256, 66),
+            Self::IQ2_XS => (256, 74),
+            Self::IQ2_S => (256, 82),
+            Self::IQ3_XXS => (256, 98),
+            Self::IQ3_S => (256, 110),
             Self::IQ4_XS => (256, 136),
+            Self::TQ1_0 => (256, 54),
             Self::MXFP4 => (32, 17),
         }
     }
@@ -53,48 +101,25 @@ impl std::fmt::Display for GgmlType {
     }
 }
 
-/// The type of this number in a file. Errors: its name, or number, and what to do.
+/// The type of this number in a file. Errors: the number, and what to do.
 pub(super) fn dtype(number: u32) -> Result<Dtype, String> {
-    use GgmlType::*;
     Ok(match number {
         0 => Dtype::F32,
         1 => Dtype::F16,
-        2 => Dtype::Ggml(Q4_0),
-        3 => Dtype::Ggml(Q4_1),
-        6 => Dtype::Ggml(Q5_0),
-        7 => Dtype::Ggml(Q5_1),
-        8 => Dtype::Ggml(Q8_0),
-        10 => Dtype::Ggml(Q2_K),
-        11 => Dtype::Ggml(Q3_K),
-        12 => Dtype::Ggml(Q4_K),
-        13 => Dtype::Ggml(Q5_K),
-        14 => Dtype::Ggml(Q6_K),
-        20 => Dtype::Ggml(IQ4_NL),
-        23 => Dtype::Ggml(IQ4_XS),
         24 => Dtype::I8,
         25 => Dtype::I16,
         26 => Dtype::I32,
         27 => Dtype::I64,
         28 => Dtype::F64,
         30 => Dtype::BF16,
-        39 => Dtype::Ggml(MXFP4),
-        _ => {
-            let name = match number {
-                16 => "IQ2_XXS",
-                17 => "IQ2_XS",
-                18 => "IQ3_XXS",
-                19 => "IQ1_S",
-                21 => "IQ3_S",
-                22 => "IQ2_S",
-                29 => "IQ1_M",
-                34 => "TQ1_0",
-                35 => "TQ2_0",
-                _ => "",
-            };
-            let what = if name.is_empty() { format!("number {number}") } else { name.to_string() };
-            return Err(format!(
-                "{what}, which is not supported: use a file in Q2_K to Q8_0, IQ4_NL, IQ4_XS, MXFP4, BF16, F16 or F32"
-            ));
-        }
+        _ => match GgmlType::ALL.into_iter().find(|kind| kind.number() == number) {
+            Some(kind) => Dtype::Ggml(kind),
+            None => {
+                return Err(format!(
+                    "number {number}, which is not supported: use a file in Q2_K to Q8_0, IQ1_S to IQ4_XS, TQ1_0, \
+                     TQ2_0, MXFP4, BF16, F16 or F32"
+                ));
+            }
+        },
     })
 }

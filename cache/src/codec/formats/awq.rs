@@ -32,7 +32,7 @@ pub(super) const READER: Reader = Reader {
 
 fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
     // AWQ writes scales in F16, unless told otherwise.
-    Some(Precision::int8(largest(group_size(q), inputs)?).with_scales(ScaleType::F16))
+    Some(Precision::uint4(largest(group_size(q), inputs)?).with_scales(ScaleType::F16))
 }
 
 /// The nibble of each of the eight outputs.
@@ -65,7 +65,7 @@ fn read(stored: Stored<'_>) -> Result<Found<'_>> {
 
 impl Codes for Awq<'_> {
     fn integers(&self) -> Integers {
-        Integers { low: -15, high: 15, group: self.group, scales: self.scales.packed_type(), table: None }
+        Integers { low: -15, high: 15, group: self.group, zeros: true, scales: self.scales.packed_type(), table: None }
     }
 
     fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {

@@ -89,6 +89,7 @@ fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
         _ if config.float => fp8::kept(config.block, false, inputs),
         (8, false) => Some(Precision::int8(32)), // no codes of 8 bits are left of these: they are rounded
         (4, true) => largest(config.group, inputs).map(Precision::int4),
+        (4, false) => largest(config.group, inputs).map(Precision::uint4),
         _ => largest(config.group, inputs).map(Precision::int8),
     }
 }
@@ -243,10 +244,9 @@ impl CompressedTensors<'_> {
 impl Codes for CompressedTensors<'_> {
     fn integers(&self) -> Integers {
         let (half, scales) = (1 << (self.bits - 1), self.scales.packed_type());
-        match self.zeros {
-            None => Integers { low: -half, high: half - 1, group: self.group, scales, table: None },
-            Some(_) => Integers { low: -2 * half + 1, high: 2 * half - 1, group: self.group, scales, table: None },
-        }
+        let zeros = self.zeros.is_some() && self.bits == 4;
+        let (low, high) = if self.zeros.is_some() { (-2 * half + 1, 2 * half - 1) } else { (-half, half - 1) };
+        Integers { low, high, group: self.group, zeros, scales, table: None }
     }
 
     fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {

@@ -43,6 +43,7 @@ fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
         _ if flag(q, "desc_act", false) => Some(Precision::int8(32)),
         (8, false) => Some(Precision::int8(32)),
         (4, true) => group().map(Precision::int4).map(f16),
+        (4, false) => group().map(Precision::uint4).map(f16),
         _ => group().map(Precision::int8).map(f16),
     }
 }
@@ -136,10 +137,9 @@ impl Gptq<'_> {
 impl Codes for Gptq<'_> {
     fn integers(&self) -> Integers {
         let (half, scales) = (1 << (self.bits - 1), self.scales.packed_type());
-        match self.symmetric {
-            true => Integers { low: -half, high: half - 1, group: self.group, scales, table: None },
-            false => Integers { low: -2 * half, high: 2 * half - 1, group: self.group, scales, table: None },
-        }
+        let zeros = !self.symmetric && self.bits == 4;
+        let (low, high) = if self.symmetric { (-half, half - 1) } else { (-2 * half, 2 * half - 1) };
+        Integers { low, high, group: self.group, zeros, scales, table: None }
     }
 
     fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {

@@ -28,7 +28,7 @@ pub(super) const READER: Reader = Reader {
 const BLOCKS: &str = "_blocks";
 
 pub(super) const INTEGERS: Integers =
-    Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, table: Some(CodeType::E2m1) };
+    Integers { low: -12, high: 12, group: 32, zeros: false, scales: ScaleType::Bf16, table: Some(CodeType::E2m1) };
 
 /// A matrix of `[n, k / 32]` blocks: `blocks` 16 bytes each, `scales` one.
 struct Mxfp4<'a> {

@@ -1,6 +1,7 @@
 //! Blocks with offsets, and blocks of 256 weights whose groups count how many of the block's numbers their scales are.
 //!
-//! Codes are integers once the middle of their range is taken off; counts stay as they are stored.
+//! Codes are integers once the middle of their range is taken off, or words of places in a grid; counts stay as they
+//! are stored.
 
 use super::half_at;
 use crate::checkpoint::GgmlType::{self, *};
@@ -17,7 +18,12 @@ pub(super) fn precision(kind: GgmlType) -> Option<Precision> {
         Q5_K => Precision::Q5K,
         Q6_K => Precision::Q6K,
         IQ4_XS => Precision::Iq4Xs,
-        Q4_0 | Q5_0 | Q8_0 | IQ4_NL | MXFP4 => return None,
+        IQ2_XXS => Precision::Iq2Xxs,
+        IQ2_XS => Precision::Iq2Xs,
+        IQ2_S => Precision::Iq2S,
+        IQ3_XXS => Precision::Iq3Xxs,
+        IQ3_S => Precision::Iq3S,
+        Q4_0 | Q5_0 | Q8_0 | IQ4_NL | MXFP4 | IQ1_S | IQ1_M | TQ1_0 | TQ2_0 => return None,
     })
 }
 
@@ -32,6 +38,13 @@ pub(super) fn read(kind: GgmlType, bytes: &[u8], out: &mut Blocks) -> Result<(),
         Q5_K => each::<176, 256, 2, 8, 8>(bytes, out, q5_k),
         Q6_K => each::<210, 256, 1, 16, 0>(bytes, out, q6_k),
         IQ4_XS => each::<136, 256, 1, 8, 0>(bytes, out, iq4_xs),
+        IQ2_XXS => each_in_grid::<66>(bytes, out, |bytes, words, _| {
+            words.copy_from_slice(&u32s::<16>(&bytes[2..]));
+        }),
+        IQ2_XS => each_in_grid::<74>(bytes, out, iq2_xs),
+        IQ2_S => each_in_grid::<82>(bytes, out, iq2_s),
+        IQ3_XXS => each_in_grid::<98>(bytes, out, iq3_xxs),
+        IQ3_S => each_in_grid::<110>(bytes, out, iq3_s),
         other => return Err(format!("of type {other} is codes with a scale each")),
     }
     Ok(())
@@ -164,4 +177,69 @@ fn iq4_xs(bytes: &[u8; 136], block: Block<'_, 256, 1, 8, 0>) {
         block.counts[i] = low | ((high >> (2 * i) & 3) as u8) << 4;
         super::halves(&bytes[8 + 16 * i..], codes, |nibble| IQ4[nibble as usize]);
     }
+}
+
+/// Calls `read(block, words, counts)` for each block of `BYTES` bytes, which begins with d.
+fn each_in_grid<const BYTES: usize>(
+    bytes: &[u8],
+    out: &mut Blocks,
+    read: impl Fn(&[u8; BYTES], &mut [u32], &mut [u8]),
+) {
+    let blocks = bytes.as_chunks::<BYTES>().0;
+    let (words, counts) = (out.words.len() / blocks.len().max(1), out.counts.len() / blocks.len().max(1));
+    for (i, block) in blocks.iter().enumerate() {
+        out.heads[i] = half_at(block, 0);
+        read(block, &mut out.words[i * words..][..words], &mut out.counts[i * counts..][..counts]);
+    }
+}
+
+/// The first `N` words of some bytes.
+fn u32s<const N: usize>(bytes: &[u8]) -> [u32; N] {
+    std::array::from_fn(|i| u32::from_le_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]]))
+}
+
+/// Counts of 4 bits, two to a byte, the low half first.
+fn nibbles(bytes: &[u8], counts: &mut [u8]) {
+    counts.as_chunks_mut::<2>().0.iter_mut().zip(bytes).for_each(|(pair, byte)| *pair = [byte & 15, byte >> 4]);
+}
+
+/// d, 32 halves of indices of 9 bits and signs of 7, 16 counts of 4 bits.
+fn iq2_xs(bytes: &[u8; 74], words: &mut [u32], counts: &mut [u8]) {
+    for (i, index) in (0..32).map(|i| (i, u32::from(half_at(bytes, 2 + 2 * i)))) {
+        let (run, words) = (i % 4, &mut words[i / 4 * 2..][..2]);
+        if run == 0 {
+            words.fill(0);
+        }
+        words[0] |= (index & 0xff) << (8 * run);
+        words[1] |= (index >> 9) << (7 * run) | (index >> 8 & 1) << (28 + run);
+    }
+    nibbles(&bytes[66..], counts);
+}
+
+/// d, 32 bytes of indices, 32 of signs, 8 of upper bits of indices, 16 counts of 4 bits.
+fn iq2_s(bytes: &[u8; 82], words: &mut [u32], counts: &mut [u8]) {
+    let (indices, signs) = (u32s::<8>(&bytes[2..]), u32s::<8>(&bytes[34..]));
+    for (block, pair) in words[..16].as_chunks_mut::<2>().0.iter_mut().enumerate() {
+        *pair = [indices[block], signs[block]];
+    }
+    words[16..].copy_from_slice(&u32s::<2>(&bytes[66..]));
+    nibbles(&bytes[74..], counts);
+}
+
+/// d, 64 bytes of indices, 8 words of signs and counts.
+fn iq3_xxs(bytes: &[u8; 98], words: &mut [u32], _: &mut [u8]) {
+    let (indices, signs) = (u32s::<16>(&bytes[2..]), u32s::<8>(&bytes[66..]));
+    for (block, three) in words.as_chunks_mut::<3>().0.iter_mut().enumerate() {
+        *three = [indices[2 * block], indices[2 * block + 1], signs[block]];
+    }
+}
+
+/// d, 64 bytes of indices, 8 of upper bits, 32 of signs, 8 counts of 4 bits.
+fn iq3_s(bytes: &[u8; 110], words: &mut [u32], counts: &mut [u8]) {
+    let (indices, signs) = (u32s::<16>(&bytes[2..]), u32s::<8>(&bytes[74..]));
+    for (block, three) in words[..24].as_chunks_mut::<3>().0.iter_mut().enumerate() {
+        *three = [indices[2 * block], indices[2 * block + 1], signs[block]];
+    }
+    words[24..].copy_from_slice(&u32s::<2>(&bytes[66..]));
+    nibbles(&bytes[106..], counts);
 }
