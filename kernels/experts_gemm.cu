@@ -51,9 +51,8 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
 #pragma unroll
                     for (int c = 0; c < 2; c++)
                         if (token_at + 8 * j + c < tokens)
-                            *reinterpret_cast<uint32_t*>(
-                                h + (size_t)(tile.y + token_at + 8 * j + c) * intermediate + row) =
-                                pack_bf16(relu_squared(acc[i][j][c]), relu_squared(acc[i][j][c + 2]));
+                            *reinterpret_cast<uint32_t*>(h + (size_t)(tile.y + token_at + 8 * j + c) * intermediate +
+                                row) = pack_bf16(relu_squared(acc[i][j][c]), relu_squared(acc[i][j][c + 2]));
             }
             return;
         }

@@ -36,8 +36,8 @@ KERNEL_BLOCKS(kda_rule, KDA_THREADS, 2, 0, const bf16* qkv, KdaGates gates, floa
         decays[KDA_STAGED][MAX_KEY / 4]; // zeros past dim
     __shared__ float values[KDA_STAGED][KDA_COLUMNS], betas[KDA_STAGED], overlaps[KDA_STAGED];
     begin_kernel();
-    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, column = tid / KDA_PARTS,
-              part = tid % KDA_PARTS, head = blockIdx.x, s = blockIdx.z;
+    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, column = tid / KDA_PARTS, part = tid % KDA_PARTS,
+              head = blockIdx.x, s = blockIdx.z;
     const int first = batch.seq_first[s], end = batch.seq_first[s + 1], dim = shape.dim, inner = shape.heads * dim,
               value = blockIdx.y * KDA_COLUMNS + column; // of the head
     float* mine = states + ((size_t)batch.seq_slots[s] * shape.heads + head) * dim * dim + value;

@@ -3,9 +3,9 @@
 //   d = softplus(dt + dt_bias);   S = exp(-rate d) S + b (d x)^T;   y = S^T c + skip x
 //   out = norm(y * silu(z)), of each group by itself
 //
-// A sequence's states are in its slot: states [slots, heads, state_dim, head_dim] f32; position 0 begins from zeros. xbc
-// [T, channels] bf16: x [heads, head_dim], then b and c [groups, state_dim] each; neighbouring heads share b and c. dt
-// [T, heads] f32. state_dim <= MAX_STATE; state_dim and head_dim are multiples of 8.
+// A sequence's states are in its slot: states [slots, heads, state_dim, head_dim] f32; position 0 begins from zeros.
+// xbc [T, channels] bf16: x [heads, head_dim], then b and c [groups, state_dim] each; neighbouring heads share b and c.
+// dt [T, heads] f32. state_dim <= MAX_STATE; state_dim and head_dim are multiples of 8.
 //
 // Columns of S depend on no other column, so a head is shared out among blocks.
 //
@@ -109,8 +109,8 @@ KERNEL(mamba2_norm, SSM_NORM_THREADS, 0, bf16* y, const bf16* z, const float* w,
     const bf16* gate = z + (size_t)blockIdx.x * inner + from;
     auto gated = [&](int i) {
         const float4 a = four_of(row + i), g = four_of(gate + i);
-        return make_float4(a.x * g.x * sigmoid(g.x), a.y * g.y * sigmoid(g.y), a.z * g.z * sigmoid(g.z),
-            a.w * g.w * sigmoid(g.w));
+        return make_float4(
+            a.x * g.x * sigmoid(g.x), a.y * g.y * sigmoid(g.y), a.z * g.z * sigmoid(g.z), a.w * g.w * sigmoid(g.w));
     };
     float sum = 0.0f;
     for (int i = 4 * threadIdx.x; i < dim; i += 4 * SSM_NORM_THREADS) {
