@@ -33,7 +33,8 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
     if (tokens == 0) return;
-    const bool ungated = epilogue.activation.form == RELU_SQUARED; // all tiles are of up
+    // All tiles are of up. Tiles of 192 tokens have no registers left for this, and are not chosen.
+    const bool ungated = S::TOKENS <= 128 && epilogue.activation.form == RELU_SQUARED;
     const int first_tile = blockIdx.x * BLOCK_TILES,
               count = (ungated ? 1 : 2) * div_ceil(intermediate, TILE_ROWS) - first_tile;
     const uint8_t* weights =

@@ -1,7 +1,7 @@
 //! The kernels over packed tiles: routed experts, and dense weights in INT8 or INT4 with scales in BF16. Which formats
 //! there are is listed in kernels/packed_tile.cuh.
 
-use moebius_cache::pack::{ExpertLayout, SUPER_BLOCK};
+use moebius_cache::pack::{ExpertKind, ExpertLayout, SUPER_BLOCK};
 use moebius_cache::{Precision, ScaleType};
 
 use super::CudaBackend;
@@ -85,8 +85,10 @@ impl<A> MatrixKernels<A> {
 impl ExpertKernels {
     /// Those of a layer.
     pub(crate) fn of(layout: &ExpertLayout) -> Self {
+        let gate = MatrixKernels::of("gate_up", kernels::EXPERTS_GATE_UP_KERNELS, layout.gate.precision);
         Self {
-            gate: MatrixKernels::of("gate_up", kernels::EXPERTS_GATE_UP_KERNELS, layout.gate.precision),
+            // The widest tiles are for experts with a gate alone.
+            gate: MatrixKernels { wide: gate.wide.filter(|_| layout.kind() == ExpertKind::Gated), ..gate },
             down: MatrixKernels::of("down", kernels::EXPERTS_DOWN_KERNELS, layout.down.precision),
             down_at: layout.down_tile(0) as i32,
         }
