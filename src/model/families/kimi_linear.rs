@@ -176,11 +176,13 @@ pub(super) const GGUF: Gguf = Gguf {
         let of_kda: Vec<_> = is_kda.iter().enumerate().filter(|(_, kda)| **kda).map(|(layer, _)| layer + 1).collect();
         let heads = header.number_of("attention.head_count", &is_kda, false);
         let rope = header.need("rope.dimension_count")?;
+        let betas = of_kda.first().map(|layer| format!("model.layers.{}.self_attn.b_proj.weight", layer - 1));
+        let of_linear = betas.and_then(|name| header.checkpoint.get(&name)?.shape.first().copied());
         Ok(json!({
             "model_type": "kimi_linear",
             "common_names": true,
             "linear_attn_config": {
-                "num_heads": heads,
+                "num_heads": of_linear,
                 "head_dim": header.number("kda.head_dim"),
                 "short_conv_kernel_size": header.number("ssm.conv_kernel"),
                 "kda_layers": of_kda,
