@@ -116,6 +116,9 @@ impl Kernel for Reader {
     fn delta_step(&self, state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]) {
         self.inner.delta_step(state, token, out);
     }
+    fn silu_of_clamped_mul(&self, gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]) {
+        self.inner.silu_of_clamped_mul(gate, up, limit, out);
+    }
     fn ssm_step(&self, state: &mut [f32], token: &SsmToken<'_>, out: &mut [f32]) {
         self.inner.ssm_step(state, token, out);
     }

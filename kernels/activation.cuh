@@ -6,6 +6,7 @@
 //   silu(gate) * up: plain, nothing else is read
 //   gelu by its approximation with tanh: (1 + tanh(x)) / 2 = 1 / (1 + exp(-2x))
 //   clamped SiLU: silu_max and up_max are the limit (HF modeling_step3p5)
+//   SiLU of what is clamped: gate_max and up_max are the limit (HF modeling_glm5_next)
 //   squared ReLU: max(up, 0)^2, without a gate; nothing else is read
 //   clamped SwiGLU: gate_max and up_max are the limit, linear is alpha, up_shift 1 (HF modeling_gpt_oss)
 #pragma once

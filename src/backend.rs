@@ -48,8 +48,8 @@ pub use memory::Memory;
 pub use record::{Addition, DecodeShape, Hooks, OpTime, Rates, Record};
 pub use recur::{DeltaInputs, KdaInputs, KdaRule, Mamba2Inputs, Mamba2Rule, Recur};
 pub use route::{Route, Routing};
-pub use select::{IndexQueries, KeyNorm, Select};
-pub use streams::{NgramInputs, NgramNorms, Streams};
+pub use select::{IndexQueries, KeyNorm, KeyPool, Select};
+pub use streams::{ConnectWeights, NgramInputs, NgramNorms, Streams};
 
 /// A device that runs the model: it does all of these.
 pub trait Backend: Memory + Load + Dense + Attend + Select + Recur + Streams + Route + Record {}

@@ -149,13 +149,16 @@ struct Layer<'a, B: Backend> {
     buffers: &'a mut Buffers<B>,
 }
 
+const CONNECTED: &str = "connected streams have buffers, and norms of both parts";
+
 impl<B: Backend> Layer<'_, B> {
     /// `x += attention(norm(x)); x += ffn(norm(x))`, or as [`Residual`](crate::model::Residual) says.
     fn run(&mut self, part: &mut Part<B>) -> Result<()> {
         let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, ngrams, buffers } = self;
         let (backend, eps) = (*backend, *norm_eps);
         buffers.set_rows(backend, part.rows.len());
-        let Buffers { h, attention: of_attention, ffn: of_ffn, result, mixing, ngrams: of_ngrams } = &mut **buffers;
+        let Buffers { h, attention: of_attention, ffn: of_ffn, result, mixing, connecting, ngrams: of_ngrams } =
+            &mut **buffers;
         let Part { batch, x, angles, chosen, ngrams: rows, .. } = part;
 
         if let (Some(config), Some(weights), Some(i)) = (&config.ngrams, &weights.ngrams, ngrams) {
@@ -179,6 +182,12 @@ impl<B: Backend> Layer<'_, B> {
                 stream.after = Some(After { through: Through::Shares(&mixing.inject), result });
             }
             (Entries::Mixers(_), ..) => panic!("several streams have buffers for their mixers"),
+            (Entries::Connected([connection, _], norms), _, Some(result)) => {
+                let connecting = connecting.as_mut().expect(CONNECTED);
+                connection.read(backend, (&norms.attention, eps), stream.x, connecting, h);
+                stream.after = Some(After { through: Through::Connected(&connecting.shares), result });
+            }
+            (Entries::Connected(..), ..) => panic!("{CONNECTED}"),
             (Entries::Norms(norms), _, result) => {
                 stream.enter(backend, *norm, (&norms.attention, eps), h);
                 if config.residual == Residual::Parallel {
@@ -203,6 +212,12 @@ impl<B: Backend> Layer<'_, B> {
                 stream.after = Some(After { through: Through::Shares(&mixing.inject), result });
             }
             (Entries::Mixers(_), ..) => panic!("several streams have buffers for their mixers"),
+            (Entries::Connected([_, connection], norms), _, Some(result)) => {
+                let (connecting, norm) = (connecting.as_mut().expect(CONNECTED), norms.ffn.as_ref().expect(CONNECTED));
+                connection.read(backend, (norm, eps), stream.x, connecting, h);
+                stream.after = Some(After { through: Through::Connected(&connecting.shares), result });
+            }
+            (Entries::Connected(..), ..) => panic!("{CONNECTED}"),
             (Entries::Norms(norms), _, result) => {
                 if let Some(ffn_norm) = &norms.ffn {
                     stream.enter(backend, *norm, (ffn_norm, eps), h);

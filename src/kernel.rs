@@ -256,6 +256,9 @@ pub trait Kernel: Send + Sync {
     /// `out = silu(gate) * up`, with `silu(gate)` at most `limit` and `up` within `limit` of 0; all `[n]`.
     fn clamped_silu_mul(&self, gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]);
 
+    /// `out = silu(gate) * up`, with `gate` at most `limit` and `up` within `limit` of 0; all `[n]`.
+    fn silu_of_clamped_mul(&self, gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]);
+
     /// `out = gelu(gate) * up`, GELU by its approximation with tanh; all `[n]`.
     fn gelu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
 

@@ -51,6 +51,7 @@ fn configs() -> Vec<Value> {
         "granitemoehybrid",
         "kimi_linear",
         "bailing_hybrid",
+        "glm5_next",
     ];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
     let dirs = FIXTURES
@@ -223,7 +224,7 @@ fn numbers_beyond_reason_are_named() {
     let cohere = named("cohere2_moe");
     let (kimi, ling) = (named("kimi_linear"), named("bailing_hybrid"));
     let (nemotron, granite) = (named("nemotron_h"), named("granitemoehybrid"));
-    let [llama4, gemma] = ["llama4", "gemma4"].map(|name| named(name)["text_config"].clone());
+    let [llama4, gemma, glm5] = ["llama4", "gemma4", "glm5_next"].map(|name| named(name)["text_config"].clone());
     for (config, field, value) in [
         (&glm, "partial_rotary_factor", json!(1.5)),
         (&glm, "partial_rotary_factor", json!(-0.5)),
@@ -274,6 +275,11 @@ fn numbers_beyond_reason_are_named() {
         (&kimi, "moe_router_activation_func", json!("softmax")),
         (&ling, "layer_group_size", json!(0)),
         (&ling, "short_conv_kernel_size", json!(1)),
+        (&glm5, "hc_mult", json!(1)),
+        (&glm5, "hc_sinkhorn_iters", json!(1u64 << 40)),
+        (&glm5, "index_kpool", json!(7)),
+        (&glm5, "indexer_types", json!(["full", "shared", "full", "full"])),
+        (&glm5, "qk_rope_head_dim", json!(64)),
         (&nemotron, "mlp_hidden_act", json!("silu")),
         (&nemotron, "use_bias", json!(true)),
         (&nemotron, "mamba_num_heads", json!(4097)),

@@ -238,6 +238,11 @@ fn bailing_hybrid() {
 }
 
 #[test]
+fn glm5_next() {
+    check("glm5_next");
+}
+
+#[test]
 fn qwen4_exp() {
     check("qwen4_exp");
 }

@@ -15,6 +15,14 @@ pub struct KeyNorm<'a, B: Load> {
     pub eps: f32,
 }
 
+/// What weighs the index keys of a unit, where they are pooled with gates.
+pub struct KeyPool<'a, B: Load> {
+    /// `[T, head_dim]`
+    pub gate: &'a B::Tensor,
+    /// `[unit, head_dim]`
+    pub bias: &'a B::Norm,
+}
+
 /// What queries are scored with.
 pub struct IndexQueries<'a, B: Load> {
     /// `[T, num_heads * head_dim]`, rotated.
@@ -49,8 +57,7 @@ pub trait Select: Attend {
         index: &mut Self::Index,
         batch: &Self::Batch,
         indexer: &Indexer,
-        rotary: &Rotary<'_, Self>,
-        norm: &KeyNorm<'_, Self>,
+        through: (Option<&Rotary<'_, Self>>, &KeyNorm<'_, Self>, Option<KeyPool<'_, Self>>),
         keys: &Self::Tensor,
     );
     /// Scores what each token sees, and takes the best; of equals the lower positions.

@@ -6,7 +6,7 @@ use super::attention::AttentionBuffers;
 use super::ffn::FfnBuffers;
 use super::kv_cache::KvCache;
 use super::ngrams;
-use super::streams::MixBuffers;
+use super::streams::{ConnectBuffers, MixBuffers};
 use crate::Result;
 use crate::backend::Backend;
 use crate::backend::batch::Batch;
@@ -57,6 +57,7 @@ pub(super) struct Buffers<B: Backend> {
     pub(super) ffn: FfnBuffers<B>,
     pub(super) result: Option<B::Tensor>, // [T, hidden], f32: of a part, before its norm or its shares
     pub(super) mixing: Option<MixBuffers<B>>,
+    pub(super) connecting: Option<ConnectBuffers<B>>,
     pub(super) ngrams: Option<ngrams::Buffers<B>>,
 }
 
@@ -130,7 +131,7 @@ impl<B: Backend> Part<B> {
 
 impl<B: Backend> Buffers<B> {
     pub(super) fn new(backend: &B, model: &ModelConfig, kv: &KvCache<B>, max_tokens: usize) -> Result<Self> {
-        let waits = |r: Residual| matches!(r, Residual::Sandwich | Residual::Streams(_));
+        let waits = |r: Residual| matches!(r, Residual::Sandwich | Residual::Streams(_) | Residual::Connected(_));
         let waits = model.layers.iter().any(|layer| waits(layer.residual));
         Ok(Self {
             h: backend.tensor(max_tokens, model.hidden_size)?,
@@ -138,6 +139,7 @@ impl<B: Backend> Buffers<B> {
             ffn: FfnBuffers::new(backend, model, max_tokens)?,
             result: if waits { Some(backend.tensor_f32(max_tokens, model.hidden_size)?) } else { None },
             mixing: MixBuffers::new(backend, model, max_tokens)?,
+            connecting: ConnectBuffers::new(backend, model, max_tokens)?,
             ngrams: ngrams::Buffers::new(backend, model, max_tokens)?,
         })
     }
@@ -146,6 +148,7 @@ impl<B: Backend> Buffers<B> {
         self.result.iter_mut().chain([&mut self.h]).for_each(|t| backend.set_rows(t, rows));
         self.ffn.set_rows(backend, rows);
         self.mixing.iter_mut().for_each(|mixing| mixing.set_rows(backend, rows));
+        self.connecting.iter_mut().for_each(|connecting| connecting.set_rows(backend, rows));
         self.ngrams.iter_mut().for_each(|ngrams| ngrams.set_rows(backend, rows));
         self.attention.set_rows(backend, rows);
     }

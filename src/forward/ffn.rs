@@ -101,7 +101,7 @@ impl<B: Backend> FfnWeights<B> {
             shared: shared.transpose()?,
             norms: match residual {
                 Residual::Sandwich => Some(BranchNorms::load(loader, layer)?),
-                Residual::PreNorm | Residual::Parallel | Residual::Streams(_) => None,
+                Residual::PreNorm | Residual::Parallel | Residual::Streams(_) | Residual::Connected(_) => None,
             },
         })
     }
@@ -201,7 +201,10 @@ impl<B: Backend> FfnBuffers<B> {
                 true => Some(backend.tensor(max_tokens, width)?),
                 false => None,
             },
-            sum: if branches || latent.is_some() { Some(backend.tensor_f32(max_tokens, width)?) } else { None },
+            sum: match branches || latent.is_some() || model.connections().is_some() {
+                true => Some(backend.tensor_f32(max_tokens, width)?),
+                false => None,
+            },
             latent: latent.map(|latent| backend.tensor(max_tokens, latent)).transpose()?,
         })
     }
@@ -273,6 +276,16 @@ pub(super) fn ffn<B: Backend>(
                     experts.submit(number, input, routing)?;
                 }
                 _ => experts.submit(number, h, routing)?,
+            }
+            // Streams are connected once with all that the part gives.
+            if let (Some(After { through: Through::Connected(_), .. }), Some(sum)) = (&stream.after, &mut *sum) {
+                backend.clear(sum);
+                let mut both = Stream { x: &mut *sum, norm: None, after: None };
+                if let Some(w) = shared {
+                    mlp(backend, w, FfnBuffers::mlp(all, width), h, &mut both)?;
+                }
+                join(backend, Partial::Experts(experts), &mut both)?;
+                return join(backend, Partial::Sum(sum), stream);
             }
             if let Some(w) = shared {
                 mlp(backend, w, FfnBuffers::mlp(all, width), h, stream)?;

@@ -42,6 +42,9 @@ pub(super) enum Through<'a, B: Backend> {
     Norm((&'a B::Norm, f32), f32),
     /// `x_s += share_s * result` for every stream; shares `[T, streams]`, f32.
     Shares(&'a B::Tensor),
+    /// `x_k = post_k * result + sum over j of C_jk x_j`, as [`Connections`](crate::model::Connections) say; `pre`, `post`
+    /// and `C` are `[T, rows]`, f32.
+    Connected(&'a B::Tensor),
 }
 
 impl<B: Backend> Through<'_, B> {
@@ -49,6 +52,7 @@ impl<B: Backend> Through<'_, B> {
         match self {
             Through::Norm(norm, scale) => backend.norm_add(result, *norm, *scale, x),
             Through::Shares(shares) => backend.inject(result, shares, x),
+            Through::Connected(shares) => backend.connect_streams(result, shares, x),
         }
     }
 }
@@ -129,7 +133,8 @@ mod tests {
         let room = files(&src.join("forward")).into_iter().chain([src.join("forward.rs")]);
         for file in room.filter(|file| !file.ends_with("join.rs")) {
             let text = std::fs::read_to_string(&file).unwrap();
-            for door in [".linear_add(", ".finish(", ".norm_add(", ".inject(", ".convolve_ngrams("] {
+            for door in [".linear_add(", ".finish(", ".norm_add(", ".inject(", ".connect_streams(", ".convolve_ngrams("]
+            {
                 assert!(!text.contains(door), "{} calls {door}...), which is for join.rs", file.display());
             }
         }

@@ -2,8 +2,8 @@
 
 use super::loader::Loader;
 use crate::Result;
-use crate::backend::Backend;
 use crate::backend::tensor::HostTensor;
+use crate::backend::{Backend, ConnectWeights};
 use crate::model;
 
 /// The weights of a mixer, as [`model::Mixer`] says.
@@ -35,6 +35,62 @@ impl<B: Backend> Mixer<B> {
 
     pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
         backend.linear_bytes(&self.gates) + backend.linear_bytes(&self.up)
+    }
+}
+
+/// The weights of a connection, as [`model::Connections`] says.
+pub(super) struct Connection<B: Backend> {
+    of_streams: B::Norm, // [rows, streams * hidden], f32: `fn`
+    base: B::Norm,       // [rows]
+    scale: B::Norm,      // [3]
+}
+
+impl<B: Backend> Connection<B> {
+    pub(super) fn load(loader: &Loader<'_, B>, name: &str, of: model::Connections) -> Result<Self> {
+        let Loader { backend, source, .. } = *loader;
+        let numbers = |part: &str, shape: &[usize]| source.numbers(&format!("{name}_{part}"), shape);
+        Ok(Self {
+            of_streams: backend.load_norm(numbers("fn", &[of.rows(), of.count * loader.model.hidden_size])?)?,
+            base: backend.load_norm(numbers("base", &[of.rows()])?)?,
+            scale: backend.load_norm(numbers("scale", &[3])?)?,
+        })
+    }
+
+    /// What a part reads of the streams, through its norm, into `h`; and how the streams go on.
+    pub(super) fn read(
+        &self,
+        backend: &B,
+        (norm, eps): (&B::Norm, f32),
+        x: &B::Tensor,
+        ConnectBuffers { read, shares, of }: &mut ConnectBuffers<B>,
+        h: &mut B::Tensor,
+    ) {
+        let weights = ConnectWeights { of_streams: &self.of_streams, base: &self.base, scale: &self.scale };
+        backend.collapse_streams(x, &weights, (*of, eps), shares, read);
+        backend.rms_norm(read, norm, eps, h);
+    }
+}
+
+/// Activations of connections.
+pub(super) struct ConnectBuffers<B: Backend> {
+    read: B::Tensor,              // [T, hidden], f32
+    pub(super) shares: B::Tensor, // [T, rows], f32: `pre`, `post` and `C`
+    of: model::Connections,
+}
+
+impl<B: Backend> ConnectBuffers<B> {
+    /// `None`: streams are not connected.
+    pub(super) fn new(backend: &B, model: &model::ModelConfig, max_tokens: usize) -> Result<Option<Self>> {
+        let Some(of) = model.connections() else { return Ok(None) };
+        Ok(Some(Self {
+            read: backend.tensor_f32(max_tokens, model.hidden_size)?,
+            shares: backend.tensor_f32(max_tokens, of.rows())?,
+            of,
+        }))
+    }
+
+    pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
+        [&mut self.read, &mut self.shares].into_iter().for_each(|t| backend.set_rows(t, rows));
     }
 }
 

@@ -4,7 +4,7 @@ use super::attention::AttentionWeights;
 use super::ffn::FfnWeights;
 use super::loader::Loader;
 use super::ngrams::{self, Tables};
-use super::streams::Mixer;
+use super::streams::{Connection, Mixer};
 use crate::Result;
 use crate::backend::Backend;
 use crate::backend::source::TensorSource;
@@ -30,6 +30,8 @@ pub(super) enum Last<B: Backend> {
     Norm(B::Norm), // [hidden]
     /// There are several.
     Mixer(Mixer<B>),
+    /// There are several, of whose mean this is the norm, `[hidden]`.
+    Mean(B::Norm),
 }
 
 /// What the parts of a layer read the residual streams through.
@@ -38,6 +40,8 @@ pub(super) enum Entries<B: Backend> {
     Norms(LayerNorms<B>),
     /// There are several: of attention, and of the feed-forward part.
     Mixers([Mixer<B>; 2]),
+    /// There are several, and connected.
+    Connected([Connection<B>; 2], LayerNorms<B>),
 }
 
 /// The resident weights of one layer.
@@ -72,6 +76,9 @@ impl<B: Backend> Weights<B> {
             layers: layers.collect::<Result<_>>()?,
             embedding: backend.load_embedding(source.matrix(&embedding, vocab, hidden)?)?,
             last: match model.mixer() {
+                None if model.connections().is_some() => {
+                    Last::Mean(loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?)
+                }
                 Some(mixer) => Last::Mixer(Mixer::load(&loader, &format!("{body}hyper_connection_mixer"), mixer)?),
                 None => Last::Norm(loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?),
             },
@@ -85,14 +92,14 @@ impl<B: Backend> Weights<B> {
         let of_mixer = |mixer: &Mixer<B>| mixer.bytes_per_token(backend);
         let layer = |l: &LayerWeights<B>| {
             let mixers = match &l.entries {
-                Entries::Norms(_) => 0,
+                Entries::Norms(_) | Entries::Connected(..) => 0,
                 Entries::Mixers(mixers) => mixers.iter().map(of_mixer).sum(),
             };
             let ngrams = l.ngrams.as_ref().map_or(0, |ngrams| ngrams.bytes_per_token(backend));
             l.attention.bytes_per_token(backend) + l.ffn.bytes_per_token(backend) + mixers + ngrams
         };
         let last = match &self.last {
-            Last::Norm(_) => 0,
+            Last::Norm(_) | Last::Mean(_) => 0,
             Last::Mixer(mixer) => of_mixer(mixer),
         };
         self.layers.iter().map(layer).sum::<usize>() + last + backend.linear_bytes(&self.lm_head)
@@ -120,7 +127,7 @@ impl<B: Backend> LayerNorms<B> {
         Ok(Self {
             attention: norm(names.attention_norm)?,
             ffn: match residual {
-                Residual::PreNorm | Residual::Sandwich => Some(norm(names.ffn_norm)?),
+                Residual::PreNorm | Residual::Sandwich | Residual::Connected(_) => Some(norm(names.ffn_norm)?),
                 Residual::Parallel | Residual::Streams(_) => None,
             },
             after: match residual {
@@ -129,7 +136,7 @@ impl<B: Backend> LayerNorms<B> {
                     ffn: norm("post_feedforward_layernorm")?,
                     scalar: loader.number(&format!("{layer}.layer_scalar"))?,
                 }),
-                Residual::PreNorm | Residual::Parallel | Residual::Streams(_) => None,
+                Residual::PreNorm | Residual::Parallel | Residual::Streams(_) | Residual::Connected(_) => None,
             },
         })
     }
@@ -142,6 +149,10 @@ impl<B: Backend> LayerWeights<B> {
                 Residual::Streams(mixer) => {
                     let of = |part: &str| Mixer::load(loader, &format!("{name}.{part}_hyper_connection"), mixer);
                     Entries::Mixers([of("attn")?, of("mlp")?])
+                }
+                Residual::Connected(connections) => {
+                    let of = |part: &str| Connection::load(loader, &format!("{name}.hc_{part}"), connections);
+                    Entries::Connected([of("attn")?, of("ffn")?], LayerNorms::load(loader, name, layer.residual)?)
                 }
                 residual => Entries::Norms(LayerNorms::load(loader, name, residual)?),
             },

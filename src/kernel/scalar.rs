@@ -68,6 +68,10 @@ impl Kernel for Scalar {
         shared::clamped_silu_mul(gate, up, limit, out);
     }
 
+    fn silu_of_clamped_mul(&self, gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]) {
+        shared::silu_of_clamped_mul(gate, up, limit, out);
+    }
+
     fn gelu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
         shared::gelu_mul(gate, up, out);
     }

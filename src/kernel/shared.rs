@@ -135,6 +135,19 @@ pub(super) fn clamped_silu_mul(gate: &[f32], up: &[f32], limit: f32, out: &mut [
     }
 }
 
+/// [`super::Kernel::silu_of_clamped_mul`]
+#[inline(always)]
+pub(super) fn silu_of_clamped_mul(gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]) {
+    assert!(gate.len() == out.len() && up.len() == out.len());
+    for i in 0..out.len() {
+        // Compared this way round, NaN stays.
+        let gate = if gate[i] > limit { limit } else { gate[i] };
+        let up = if up[i] > limit { limit } else { up[i] };
+        let up = if up < -limit { -limit } else { up };
+        out[i] = gate / (1.0 + exp(-gate)) * up;
+    }
+}
+
 /// [`super::Kernel::gelu_mul`]
 #[inline(always)]
 pub(super) fn gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
@@ -317,6 +330,7 @@ macro_rules! elementwise {
             fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
             fn clamped_swiglu(&self, gate: &[f32], up: &[f32], limit: f32, alpha: f32, out: &mut [f32]);
             fn clamped_silu_mul(&self, gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]);
+            fn silu_of_clamped_mul(&self, gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]);
             fn gelu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
             fn sigmoid_mul(&self, gate: &[f32], x: &mut [f32]);
             fn delta_step(&self, state: &mut [f32], token: &$crate::kernel::DeltaToken<'_>, out: &mut [f32]);

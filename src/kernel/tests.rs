@@ -339,12 +339,14 @@ fn gates_and_delta_steps_have_the_bits_of_scalar() {
                 let (mut gelu, mut clamped) = (glu.clone(), glu.clone());
                 kernel.gelu_mul(&gate, &up, &mut gelu);
                 kernel.clamped_silu_mul(&gate, &up, 0.5, &mut clamped);
+                let mut of_clamped = glu.clone();
+                kernel.silu_of_clamped_mul(&gate, &up, 0.5, &mut of_clamped);
                 kernel.sigmoid_mul(&gate, &mut gated);
                 let (mut state, mut out) = (state.clone(), vec![0.0; cols]);
                 kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: &decay, beta: 0.3 }, &mut out);
                 let (mut of_ssm, mut read) = (state.clone(), vec![0.0; cols]);
                 kernel.ssm_step(&mut of_ssm, &SsmToken { b: &k, c: &q, x: &v, decay: 0.9 }, &mut read);
-                [&glu, &gelu, &clamped, &gated, &state, &out, &of_ssm, &read].map(|numbers| bits(numbers))
+                [&glu, &gelu, &clamped, &of_clamped, &gated, &state, &out, &of_ssm, &read].map(|numbers| bits(numbers))
             };
             assert_eq!(run(kernel), run(scalar));
         });
@@ -371,6 +373,9 @@ fn gates_and_delta_steps_are_what_they_say() {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
             near(gelu[i], 0.5 * g * (1.0 + inner.tanh()) * u);
             near(clamped[i], (g * sigmoid(g)).min(6.95) * u.clamp(-6.95, 6.95));
+            let mut of_clamped = [0.0];
+            kernel.silu_of_clamped_mul(&gate[i..=i], &[up], 6.95, &mut of_clamped);
+            near(of_clamped[0], g.min(6.95) * sigmoid(g.min(6.95)) * u.clamp(-6.95, 6.95));
             let (g, u) = (f64::from(gate[i]).min(7.0), f64::from(up).clamp(-7.0, 7.0));
             near(glu[i], (u + 1.0) * g * sigmoid(1.702 * g));
             near(gated[i], f64::from(up) * sigmoid(f64::from(gate[i])));

@@ -1,6 +1,6 @@
 //! `ModelConfig`: what a model is, as plain data.
 
-use super::{Attention, Ffn, Indexer, Mixer, Moe, Ngrams, Rope, StateShape, StreamShape};
+use super::{Attention, Connections, Ffn, Indexer, Mixer, Moe, Ngrams, Rope, StateShape, StreamShape};
 
 /// Everything the forward pass needs to know about a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -126,7 +126,7 @@ pub enum Norm {
 }
 
 /// How a layer's two parts read the residual stream `x` and add to it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Residual {
     /// `x += attention(norm(x)); x += ffn(norm(x))`
     PreNorm,
@@ -139,6 +139,8 @@ pub enum Residual {
     /// There are several streams: a mixer makes of them what a part reads, and says how much of the part's result each
     /// gets. Another one makes of them what the output head reads, in the place of the final norm.
     Streams(Mixer),
+    /// There are several streams with hyper-connections. The output head reads the norm of their mean.
+    Connected(Connections),
 }
 
 /// One layer: attention, then a feed-forward part.
@@ -158,20 +160,30 @@ impl LayerConfig {
     /// Dense matrices, `[n, k]` each, in a model of this width: projections, and a dense MLP or the shared expert.
     pub fn matrices(&self, hidden: usize) -> Vec<(usize, usize)> {
         let mixers = self.mixer().map_or(vec![], |mixer| [mixer.matrices(hidden); 2].concat());
+        let connections = self.connections().map_or(vec![], |of| vec![(of.rows(), of.count * hidden); 2]);
         let ngrams = self.ngrams.iter().flat_map(|ngrams| ngrams.matrices(hidden, self.streams())).collect();
-        [self.attention.matrices(hidden), self.ffn.matrices(hidden), mixers, ngrams].concat()
+        [self.attention.matrices(hidden), self.ffn.matrices(hidden), mixers, connections, ngrams].concat()
     }
 
     /// What mixes the residual streams, if there are several.
     pub fn mixer(&self) -> Option<Mixer> {
         match self.residual {
             Residual::Streams(mixer) => Some(mixer),
-            Residual::PreNorm | Residual::Sandwich | Residual::Parallel => None,
+            Residual::PreNorm | Residual::Sandwich | Residual::Parallel | Residual::Connected(_) => None,
+        }
+    }
+
+    /// How the residual streams are connected, if they are.
+    pub fn connections(&self) -> Option<Connections> {
+        match self.residual {
+            Residual::Connected(connections) => Some(connections),
+            _ => None,
         }
     }
 
     fn streams(&self) -> usize {
-        self.mixer().map_or(1, |mixer| mixer.count)
+        let connected = self.connections().map(|connections| connections.count);
+        self.mixer().map(|mixer| mixer.count).or(connected).unwrap_or(1)
     }
 
     /// What a sequence keeps besides keys and values, in a model of this width: of attention, and of n-grams.
@@ -202,9 +214,14 @@ impl ModelConfig {
         self.layers.first().and_then(LayerConfig::mixer)
     }
 
+    /// How the residual streams are connected, if they are: of all layers alike.
+    pub fn connections(&self) -> Option<Connections> {
+        self.layers.first().and_then(LayerConfig::connections)
+    }
+
     /// The residual streams.
     pub fn streams(&self) -> StreamShape {
-        StreamShape { streams: self.mixer().map_or(1, |mixer| mixer.count), hidden_size: self.hidden_size }
+        StreamShape { streams: self.layers.first().map_or(1, LayerConfig::streams), hidden_size: self.hidden_size }
     }
 
     /// Layers to whose start n-grams add, and what they are.

@@ -8,6 +8,7 @@ mod fields;
 mod gemma4;
 pub mod gguf;
 mod glm4_moe;
+mod glm5_next;
 mod gpt_oss;
 mod granite;
 mod hy_v3;
@@ -60,6 +61,8 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("kimi_k25", "Kimi K2.5, K2.6, K2.7 (text)", deepseek::kimi_k25),
     architecture("kimi_linear", "Kimi-Linear-48B-A3B", kimi_linear::kimi_linear),
     architecture("bailing_hybrid", "Ling-3.0-flash, 3.1-flash", kimi_linear::bailing_hybrid),
+    architecture("glm5_next", "GLM-5.3-Flash (text)", glm5_next::nested),
+    architecture("glm5_next_text", "GLM-5.3-Flash without vision", glm5_next::text),
     architecture("glm4_moe_lite", "GLM-4.7-Flash", deepseek::v3),
     architecture("mistral3", "Mistral Small 4 (text)", deepseek::mistral3),
     architecture("mistral4", "Mistral Small 4 without vision", deepseek::mistral4),

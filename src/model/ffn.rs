@@ -161,6 +161,11 @@ pub enum Activation {
         /// Bound of `silu(gate)` and `up`.
         limit: f32,
     },
+    /// `silu(gate) * up`, with `gate` at most `limit` and `up` within `limit` of 0. Source: HF modeling_glm5_next.
+    SiluOfClamped {
+        /// Bound of `gate` and `up`.
+        limit: f32,
+    },
     /// `(up + 1) * gate * sigmoid(alpha * gate)`, with `gate` at most `limit` and `up` within `limit` of 0. Source: HF
     /// modeling_gpt_oss.
     ClampedSwiglu {

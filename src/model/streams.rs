@@ -53,6 +53,32 @@ impl Mixer {
     }
 }
 
+/// Hyper-connections: what a part reads of the streams, what each of these gets of its result, and how they mix,
+/// are made of all streams. Source: HF modeling_glm5_next.
+///
+/// ```text
+/// m  = fn rms(all streams)                        of which `count`, `count` and `count * count` numbers
+/// pre = sigmoid(scale_0 m + base) + eps;          post = 2 sigmoid(scale_1 m + base)
+/// C  = softmax of each row (scale_2 m + base) + eps, then columns and rows are divided by their sums in turn
+/// x_k = post_k part(norm(sum over s of pre_s x_s)) + sum over j of C_jk x_j
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Connections {
+    /// Streams.
+    pub count: usize,
+    /// Times that columns are divided.
+    pub iterations: usize,
+    /// Added where something is divided by.
+    pub eps: f32,
+}
+
+impl Connections {
+    /// Rows of `fn`.
+    pub fn rows(&self) -> usize {
+        self.count * (2 + self.count)
+    }
+}
+
 /// Rows of a table that hashes of a token and those before it choose, added to the residual streams at the layer's
 /// start. Source: HF modeling_qwen4_exp, `Qwen4ExpTextPLELayer`.
 ///

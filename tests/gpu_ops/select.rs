@@ -58,7 +58,7 @@ fn check_choice(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], 
         let mut index = b.index(pool, indexer).unwrap();
         let rotary = Rotary { angles: &angles, interleaved: false };
         let norm = KeyNorm { weight: &ones, bias: Some(&zeros), eps: 0.0 };
-        b.index_write(&mut index, &batch, indexer, &rotary, &norm, &b.filled(dim, &keys));
+        b.index_write(&mut index, &batch, indexer, (Some(&rotary), &norm, None), &b.filled(dim, &keys));
 
         let batch = b.on_device(&last);
         let (mut chosen, mut scores) =
@@ -168,7 +168,7 @@ impl Chosen<'_> {
             b.rope_angles(&frequencies, 1.0, &batch, &mut angles);
             let rotary = Rotary { angles: &angles, interleaved: false };
             let keys = b.filled(dim, &keys[rows.start * dim..rows.end * dim]);
-            b.index_write(&mut index, &batch, indexer, &rotary, &norm, &keys);
+            b.index_write(&mut index, &batch, indexer, (Some(&rotary), &norm, None), &keys);
         }
         let batch = b.on_device(&last);
         let (mut chosen, mut scores) =

@@ -151,6 +151,7 @@ pub(crate) fn activate(kernel: &dyn Kernel, activation: Activation, gate: &[f32]
         Activation::Silu => kernel.silu_mul(gate, up, out),
         Activation::GeluTanh => kernel.gelu_mul(gate, up, out),
         Activation::ClampedSilu { limit } => kernel.clamped_silu_mul(gate, up, limit, out),
+        Activation::SiluOfClamped { limit } => kernel.silu_of_clamped_mul(gate, up, limit, out),
         Activation::ClampedSwiglu { limit, alpha } => kernel.clamped_swiglu(gate, up, limit, alpha, out),
         // Compared this way round, NaN stays.
         Activation::ReluSquared => out.iter_mut().zip(up).for_each(|(out, &up)| {

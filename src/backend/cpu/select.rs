@@ -14,7 +14,7 @@ use super::{Cpu, Numbers, Scratch, lock};
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch, Span};
 use crate::backend::tensor::Tensor;
-use crate::backend::{IndexQueries, KeyNorm, Rotary, Select};
+use crate::backend::{IndexQueries, KeyNorm, KeyPool, Rotary, Select};
 use crate::kernel::{Kernel, Rows};
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
@@ -23,7 +23,8 @@ use crate::model::{Indexer, Score};
 /// Index keys of one layer.
 pub struct Index {
     keys: Buffer<f32>,        // [blocks, keys of a block, dim]
-    raw: Option<Buffer<f32>>, // [blocks, 64, dim]: what units' keys are made of
+    raw: Option<Buffer<f32>>, // [blocks, 64, of a position]: what units' keys are made of
+    of_raw: usize,            // a key, and its gate where there are some
     dim: usize,
     keys_of_block: usize,
 }
@@ -33,7 +34,7 @@ impl Index {
     fn of_blocks(&self) -> impl Iterator<Item = (&Buffer<f32>, usize)> {
         let bytes = |keys: usize| keys * self.dim * size_of::<f32>();
         std::iter::once((&self.keys, bytes(self.keys_of_block)))
-            .chain(self.raw.iter().map(move |raw| (raw, bytes(BLOCK_SIZE))))
+            .chain(self.raw.iter().map(|raw| (raw, BLOCK_SIZE * self.of_raw * size_of::<f32>())))
     }
 }
 
@@ -80,8 +81,9 @@ impl Select for Cpu {
         let (dim, keys) = (indexer.head_dim, indexer.keys_of(BLOCK_SIZE));
         // Products of a block, or a mean of keys and angles.
         self.reserve(|scratch, heap| scratch.values.reserve(heap, &[(indexer.num_heads * keys).max(2 * dim)]))?;
-        let raw = (indexer.score == Score::Pooled).then(|| self.heap.buffer(&[blocks, BLOCK_SIZE, dim])).transpose()?;
-        Ok(Index { keys: self.heap.buffer(&[blocks, keys, dim])?, raw, dim, keys_of_block: keys })
+        let of_raw = if matches!(indexer.score, Score::Gated { .. }) { 2 * dim } else { dim };
+        let raw = indexer.pools().then(|| self.heap.buffer(&[blocks, BLOCK_SIZE, of_raw])).transpose()?;
+        Ok(Index { keys: self.heap.buffer(&[blocks, keys, dim])?, raw, of_raw, dim, keys_of_block: keys })
     }
 
     fn index_block_bytes(&self, index: &Index) -> usize {
@@ -120,8 +122,7 @@ impl Select for Cpu {
         index: &mut Index,
         batch: &Batch,
         indexer: &Indexer,
-        rotary: &Rotary<'_, Self>,
-        norm: &KeyNorm<'_, Self>,
+        (rotary, norm, pool): (Option<&Rotary<'_, Self>>, &KeyNorm<'_, Self>, Option<KeyPool<'_, Self>>),
         keys: &Tensor,
     ) {
         let dim = index.dim;
@@ -132,9 +133,21 @@ impl Select for Cpu {
                 let Some(raw) = &mut index.raw else {
                     let to = &mut index.keys[slot * dim..][..dim];
                     norm.apply(self.kernel, keys.row(t), to);
-                    rotary.turn(t, to);
+                    rotary.iter().for_each(|rotary| rotary.turn(t, to));
                     continue;
                 };
+                if let Some(pool) = &pool {
+                    let (key, gate) = raw[slot * 2 * dim..][..2 * dim].split_at_mut(dim);
+                    norm.apply(self.kernel, keys.row(t), key);
+                    gate.copy_from_slice(pool.gate.row(t));
+                    if position % indexer.unit == indexer.unit - 1 {
+                        let first = (slot + 1 - indexer.unit) * 2 * dim;
+                        let to = &mut index.keys[slot / indexer.unit * dim..][..dim];
+                        pool.sum(&raw[first..(slot + 1) * 2 * dim], to);
+                    }
+                    continue;
+                }
+                let rotary = rotary.expect("keys whose mean is taken rotate");
                 raw[slot * dim..][..dim].copy_from_slice(keys.row(t));
                 let (unit, to) = (indexer.unit, &mut index.keys[slot / indexer.unit * dim..][..dim]);
                 let angles = rotary.angles.row(t);
@@ -262,6 +275,26 @@ impl KeyNorm<'_, Cpu> {
     }
 }
 
+impl KeyPool<'_, Cpu> {
+    /// The key of a unit, whose positions have a key and a gate each: in each number, the keys' sum weighted by the
+    /// softmax of gate and bias.
+    fn sum(&self, unit: &[f32], to: &mut [f32]) {
+        let dim = to.len();
+        let positions = || unit.chunks_exact(2 * dim).zip(self.bias.chunks_exact(dim));
+        for (i, to) in to.iter_mut().enumerate() {
+            let score = |(of, bias): (&[f32], &[f32])| of[dim + i] + bias[i];
+            let largest = positions().map(score).fold(f32::NEG_INFINITY, f32::max);
+            let (mut sum, mut all) = (0.0, 0.0);
+            for (of, bias) in positions() {
+                let share = (score((of, bias)) - largest).exp();
+                sum += share * of[i];
+                all += share;
+            }
+            *to = sum / all;
+        }
+    }
+}
+
 /// `sum_h weight_h relu(products[h])` of each key, heads ascending. `products` is `[heads, keys]`.
 fn weigh(products: &[f32], weights: Option<&[f32]>, sums: &mut [f32]) {
     sums.fill(0.0);
@@ -292,7 +325,7 @@ fn choose(indexer: &Indexer, scores: &[f32], seen: usize, work: &mut Numbers, to
             of_units.iter_mut().enumerate().for_each(|(u, score)| *score = largest(keys(u)));
             of_units[units - 1] = f32::INFINITY;
         }
-        Score::Weighted { .. } | Score::Pooled => of_units.copy_from_slice(&scores[..units]),
+        _ => of_units.copy_from_slice(&scores[..units]),
     }
     let mut count = 0;
     let mut put = |positions: std::ops::Range<usize>| {
@@ -302,7 +335,7 @@ fn choose(indexer: &Indexer, scores: &[f32], seen: usize, work: &mut Numbers, to
         }
     };
     best(of_units, order, top_k, |_, u| put(u * unit..seen.min((u + 1) * unit)));
-    if indexer.score == Score::Pooled {
+    if indexer.pools() {
         put(units * unit..seen);
     }
     count
@@ -342,7 +375,7 @@ mod tests {
         let own = (seen - 1) / unit;
         let mut ranked: Vec<(f32, usize)> = match indexer.score {
             Score::Weighted { .. } => scores[..seen].iter().copied().zip(0..).collect(),
-            Score::Pooled => scores[..seen / unit].iter().copied().zip(0..).collect(),
+            Score::Pooled | Score::Gated { .. } => scores[..seen / unit].iter().copied().zip(0..).collect(),
             Score::Largest => (0..=own)
                 .map(|u| {
                     let keys = &scores[u * unit..seen.min((u + 1) * unit)];
@@ -401,7 +434,7 @@ mod tests {
                 cpu.rope_angles(&inv_freq, 1.0, &batch, &mut angles);
                 keys.data_mut().copy_from_slice(&raw[from * dim..to * dim]);
                 let rotary = Rotary { angles: &angles, interleaved: false };
-                cpu.index_write(&mut index, &batch, &indexer, &rotary, &norm, &keys);
+                cpu.index_write(&mut index, &batch, &indexer, (Some(&rotary), &norm, None), &keys);
                 from = to;
             }
             let place = |u: usize| ([2, 0, 3][u / 16] * 16 + u % 16) * dim;

@@ -6,9 +6,10 @@ use super::{Cpu, lock};
 use crate::Result;
 use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
-use crate::backend::{NgramInputs, NgramNorms, Streams};
+use crate::backend::{ConnectWeights, NgramInputs, NgramNorms, Streams};
 use crate::kernel::Rows;
 use crate::machine::workers::Shared;
+use crate::model::Connections;
 
 /// `|g|` is not less. Source: HF modeling_qwen4_exp, `Qwen4ExpTextPLELayer`.
 const SMALLEST_GATE: f32 = 1e-6;
@@ -66,6 +67,86 @@ impl Streams for Cpu {
         self.each_row(x, |t, x, _| {
             let streams = x.chunks_exact_mut(width).zip(inject.row(t));
             streams.for_each(|(x, share)| kernel.add_scaled(y.row(t), *share, x));
+        });
+    }
+
+    fn collapse_streams(
+        &self,
+        x: &Tensor,
+        w: &ConnectWeights<'_, Self>,
+        (of, eps): (Connections, f32),
+        shares: &mut Tensor,
+        out: &mut Tensor,
+    ) {
+        let (kernel, count, width) = (self.kernel, of.count, out.cols());
+        let (rows, all) = (of.rows(), count * width);
+        assert!(x.cols() == all && shares.cols() == rows);
+        let sigmoid = |x: f32| 1.0 / (1.0 + (-x).exp());
+        self.each_row(shares, |t, shares, _| {
+            let row = || Rows::new(x.row(t), 1, all);
+            let mut squares = [0.0];
+            kernel.dot_f32(row(), row(), &mut squares);
+            let scale = 1.0 / (squares[0] / all as f32 + eps).sqrt();
+            kernel.dot_f32(Rows::new(w.of_streams, rows, all), row(), shares);
+            for (i, (m, base)) in shares.iter_mut().zip(w.base).enumerate() {
+                *m = *m * scale * w.scale[(i / count).min(2)] + base;
+            }
+            let (pre, rest) = shares.split_at_mut(count);
+            let (post, mixed) = rest.split_at_mut(count);
+            pre.iter_mut().for_each(|pre| *pre = sigmoid(*pre) + of.eps);
+            post.iter_mut().for_each(|post| *post = 2.0 * sigmoid(*post));
+            for row in mixed.chunks_exact_mut(count) {
+                let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                row.iter_mut().for_each(|x| *x = (*x - largest).exp());
+                let sum: f32 = row.iter().sum();
+                row.iter_mut().for_each(|x| *x = *x / sum + of.eps);
+            }
+            for i in 0..of.iterations {
+                if i > 0 {
+                    for row in mixed.chunks_exact_mut(count) {
+                        let sum = row.iter().sum::<f32>() + of.eps;
+                        row.iter_mut().for_each(|x| *x /= sum);
+                    }
+                }
+                for k in 0..count {
+                    let sum = (0..count).map(|j| mixed[j * count + k]).sum::<f32>() + of.eps;
+                    (0..count).for_each(|j| mixed[j * count + k] /= sum);
+                }
+            }
+        });
+        let shares = &*shares;
+        self.each_row(out, |t, out, _| {
+            out.fill(0.0);
+            for (s, stream) in x.row(t).chunks_exact(width).enumerate() {
+                kernel.add_scaled(stream, shares.row(t)[s], out);
+            }
+        });
+    }
+
+    fn connect_streams(&self, y: &Tensor, shares: &Tensor, x: &mut Tensor) {
+        let (kernel, width) = (self.kernel, y.cols());
+        let count = x.cols() / width;
+        self.each_row(x, |t, x, scratch| {
+            let before = scratch.values.take(count * width);
+            before.copy_from_slice(x);
+            let (post, mixed) = shares.row(t)[count..].split_at(count);
+            for (k, x) in x.chunks_exact_mut(width).enumerate() {
+                x.copy_from_slice(y.row(t));
+                kernel.scale(x, post[k]);
+                for (j, before) in before.chunks_exact(width).enumerate() {
+                    kernel.add_scaled(before, mixed[j * count + k], x);
+                }
+            }
+        });
+    }
+
+    fn mean_streams(&self, x: &Tensor, out: &mut Tensor) {
+        let (kernel, width) = (self.kernel, out.cols());
+        let share = 1.0 / (x.cols() / width) as f32;
+        self.each_row(out, |t, out, _| {
+            out.fill(0.0);
+            x.row(t).chunks_exact(width).for_each(|stream| kernel.add_scaled(stream, 1.0, out));
+            kernel.scale(out, share);
         });
     }
 

@@ -58,6 +58,7 @@ impl From<Activation> for kernels::Activation {
             Activation::ReluSquared => Self { form: RELU_SQUARED as i32, ..silu },
             Activation::GeluTanh => Self { linear: GELU, cubic: 0.044715 * GELU, ..silu },
             Activation::ClampedSilu { limit } => Self { silu_max: limit, up_max: limit, ..silu },
+            Activation::SiluOfClamped { limit } => Self { gate_max: limit, up_max: limit, ..silu },
             Activation::ClampedSwiglu { limit, alpha } => {
                 Self { gate_max: limit, linear: alpha, up_max: limit, up_shift: 1.0, ..silu }
             }

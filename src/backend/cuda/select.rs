@@ -10,7 +10,7 @@ use super::attend::Kv;
 use super::attend_latent::Single;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::batch::BLOCK_SIZE;
-use crate::backend::{Choice, IndexQueries, KeyNorm, Rotary, Select};
+use crate::backend::{Choice, IndexQueries, KeyNorm, KeyPool, Rotary, Select};
 use crate::cuda::kernels::select::{GATHER_ROWS, SCORE_PAGES};
 use crate::cuda::{Address, Cuda, DeviceBuffer, kernels, launch};
 use crate::model::{Indexer, Score};
@@ -237,10 +237,10 @@ impl Select for CudaBackend {
         index: &mut Index,
         batch: &CudaBatch,
         indexer: &Indexer,
-        rotary: &Rotary<'_, Self>,
-        norm: &KeyNorm<'_, Self>,
+        (rotary, norm, _): (Option<&Rotary<'_, Self>>, &KeyNorm<'_, Self>, Option<KeyPool<'_, Self>>),
         keys: &Tensor,
     ) {
+        let rotary = rotary.expect("what rotates nothing is refused when it is planned");
         if let Some(units) = &index.units {
             launch!(self.cuda, &self.cuda.compute, kernels::index_pool, [batch.rows(), 1, 1];
                 keys.bf16(), norm.weight.address(), norm.eps, rotary.angles.f32(), (rotary.angles.cols / 2) as i32,

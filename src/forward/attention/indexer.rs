@@ -2,7 +2,7 @@
 
 use super::Step;
 use crate::Result;
-use crate::backend::{Backend, Choice, IndexQueries, KeyNorm, Rotary};
+use crate::backend::{Backend, Choice, IndexQueries, KeyNorm, KeyPool, Rotary};
 use crate::forward::kv_cache::LayerCache;
 use crate::forward::loader::Loader;
 use crate::model::{Indexer, Score, Selection};
@@ -21,6 +21,14 @@ pub(super) struct Weights<B: Backend> {
     k_bias: Option<B::Norm>,
     /// `[num_heads, hidden]`
     weights: Option<B::Linear>,
+    /// Of keys that are pooled with gates.
+    pool: Option<Pool<B>>,
+}
+
+/// What weighs the keys of a unit.
+struct Pool<B: Backend> {
+    gate: B::Linear, // [head_dim, hidden]
+    bias: B::Norm,   // [unit, head_dim]
 }
 
 impl<B: Backend> Weights<B> {
@@ -32,7 +40,17 @@ impl<B: Backend> Weights<B> {
         let linear = |part: &str, n, k| loader.linear(&format!("{name}.{part}"), n, k, false);
         let norm = |part: &str| loader.norm(&format!("{name}.{part}.weight"), dim);
         Ok(Some(match indexer.score {
-            Score::Weighted { latent } => {
+            Score::Weighted { latent } | Score::Gated { latent } => {
+                let pool = match indexer.score {
+                    Score::Gated { .. } => {
+                        let of = |part: &str| format!("{name}.indexer.index_kpool_compress_{part}");
+                        Some(Pool {
+                            gate: backend.load_linear(source.matrix(&of("gate"), dim, hidden)?, None, bits)?,
+                            bias: backend.load_norm(source.numbers(&of("ape"), &[indexer.unit, dim])?)?,
+                        })
+                    }
+                    _ => None,
+                };
                 // A LayerNorm, whose weights are around one in every family.
                 let vector =
                     |part: &str| backend.load_norm(source.vector(&format!("{name}.indexer.k_norm.{part}"), dim)?);
@@ -43,6 +61,7 @@ impl<B: Backend> Weights<B> {
                     k_norm: vector("weight")?,
                     k_bias: Some(vector("bias")?),
                     weights: Some(linear("indexer.weights_proj", indexer.num_heads, hidden)?),
+                    pool,
                 }
             }
             Score::Largest => Self {
@@ -52,6 +71,7 @@ impl<B: Backend> Weights<B> {
                 k_norm: norm("index_k_norm")?,
                 k_bias: None,
                 weights: None,
+                pool: None,
             },
             Score::Pooled => {
                 // GGUF files have them apart.
@@ -69,13 +89,15 @@ impl<B: Backend> Weights<B> {
                     k_norm: norm("indexer.k_layernorm")?,
                     k_bias: None,
                     weights: None,
+                    pool: None,
                 }
             }
         }))
     }
 
     pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
-        [&self.q, &self.k].into_iter().chain(&self.weights).map(|w| backend.linear_bytes(w)).sum()
+        let gate = self.pool.iter().map(|pool| &pool.gate);
+        [&self.q, &self.k].into_iter().chain(&self.weights).chain(gate).map(|w| backend.linear_bytes(w)).sum()
     }
 }
 
@@ -84,6 +106,7 @@ pub(super) struct Buffers<B: Backend> {
     q: B::Tensor,               // [T, num_heads * head_dim]
     k: B::Tensor,               // [T, head_dim]
     weights: Option<B::Tensor>, // [T, num_heads]
+    gate: Option<B::Tensor>,    // [T, head_dim], of keys that are pooled with gates
     scratch: B::SelectScratch,
     gathered: B::Gathered,
 }
@@ -110,8 +133,14 @@ impl<B: Backend> Buffers<B> {
             q: backend.tensor(max_tokens, indexer.num_heads * indexer.head_dim)?,
             k: backend.tensor(max_tokens, indexer.head_dim)?,
             weights: match indexer.score {
-                Score::Weighted { .. } => Some(backend.tensor_f32(max_tokens, indexer.num_heads)?),
+                Score::Weighted { .. } | Score::Gated { .. } => {
+                    Some(backend.tensor_f32(max_tokens, indexer.num_heads)?)
+                }
                 Score::Largest | Score::Pooled => None,
+            },
+            gate: match indexer.score {
+                Score::Gated { .. } => Some(backend.tensor(max_tokens, indexer.head_dim)?),
+                _ => None,
             },
             scratch: backend.select_scratch(indexer, max_tokens)?,
             gathered: backend.gathered(cache.keys_and_values(), indexer, max_tokens)?,
@@ -119,7 +148,8 @@ impl<B: Backend> Buffers<B> {
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
-        [&mut self.q, &mut self.k].into_iter().chain(&mut self.weights).for_each(|t| backend.set_rows(t, rows));
+        let some = [&mut self.q, &mut self.k].into_iter().chain(&mut self.weights).chain(&mut self.gate);
+        some.for_each(|t| backend.set_rows(t, rows));
     }
 }
 
@@ -135,13 +165,13 @@ pub(super) fn select<B: Backend>(
     indexer: &Indexer,
     w: &Weights<B>,
     index: &mut B::Index,
-    Buffers { q, k, weights, scratch, .. }: &mut Buffers<B>,
+    Buffers { q, k, weights, gate, scratch, .. }: &mut Buffers<B>,
     Inputs { h, latent }: Inputs<'_, B>,
     chosen: &mut Option<B::Chosen>,
 ) {
     let backend = step.backend;
     match (indexer.score, latent, &w.weights, &mut *weights) {
-        (Score::Weighted { .. }, Some(latent), Some(of_heads), Some(weights)) => {
+        (Score::Weighted { .. } | Score::Gated { .. }, Some(latent), Some(of_heads), Some(weights)) => {
             backend.linears(h, [(&w.k, &mut *k), (of_heads, weights)]);
             backend.linear(&w.q, latent, q);
         }
@@ -151,12 +181,17 @@ pub(super) fn select<B: Backend>(
     if let Some(norm) = &w.q_norm {
         backend.rms_norm_heads(q, norm, step.norm_eps, 0..indexer.num_heads * indexer.head_dim);
     }
-    let angles = step.rotary.as_ref().expect("a layer with an indexer rotates").angles;
-    let rotary = Rotary { angles, interleaved: indexer.interleaved };
-    backend.rope(q, indexer.head_dim, 0, &rotary);
+    let rotary = step.rotary.as_ref().map(|of| Rotary { angles: of.angles, interleaved: indexer.interleaved });
+    if let Some(rotary) = &rotary {
+        backend.rope(q, indexer.head_dim, 0, rotary);
+    }
+    let pool = w.pool.as_ref().zip(gate.as_mut()).map(|(pool, gate)| {
+        backend.linear(&pool.gate, h, gate);
+        KeyPool { gate, bias: &pool.bias }
+    });
     let eps = if w.k_bias.is_some() { Indexer::LAYER_NORM_EPS } else { step.norm_eps };
     let norm = KeyNorm { weight: &w.k_norm, bias: w.k_bias.as_ref(), eps };
-    backend.index_write(index, step.batch, indexer, &rotary, &norm, k);
+    backend.index_write(index, step.batch, indexer, (rotary.as_ref(), &norm, pool), k);
     let chosen = chosen.as_mut().expect("a model with an indexer has room for its choice");
     let queries = IndexQueries { q, weights: weights.as_ref() };
     backend.select(index, step.batch, indexer, &queries, scratch, chosen);

@@ -53,6 +53,12 @@ pub enum Score {
     /// `sum_h relu(q_h . k)`, the key being the mean of the unit's, normed and rotated after it. Only whole units are
     /// scored; what a query sees beyond them it always takes. Source: HF modeling_qwen4_exp.
     Pooled,
+    /// As `Weighted`, the key being a sum of the unit's, weighted in each number by the softmax of a gate and a bias of
+    /// the place in the unit; nothing rotates. Units as of `Pooled`. Source: HF modeling_glm5_next.
+    Gated {
+        /// Width of the query latent.
+        latent: usize,
+    },
 }
 
 impl Indexer {
@@ -62,7 +68,7 @@ impl Indexer {
     /// Sets of positions that a query has: its KV heads share them evenly.
     pub fn sets(&self) -> usize {
         match self.score {
-            Score::Weighted { .. } | Score::Pooled => 1,
+            Score::Weighted { .. } | Score::Pooled | Score::Gated { .. } => 1,
             Score::Largest => self.num_heads,
         }
     }
@@ -71,7 +77,7 @@ impl Indexer {
     pub fn most(&self) -> usize {
         match self.score {
             Score::Weighted { .. } | Score::Largest => self.top_k * self.unit,
-            Score::Pooled => self.top_k * self.unit + self.unit - 1,
+            Score::Pooled | Score::Gated { .. } => self.top_k * self.unit + self.unit - 1,
         }
     }
 
@@ -81,6 +87,10 @@ impl Indexer {
         match self.score {
             Score::Weighted { latent } => {
                 vec![(queries, latent), (self.head_dim, hidden), (self.num_heads, hidden)]
+            }
+            Score::Gated { latent } => {
+                let key = (self.head_dim, hidden);
+                vec![(queries, latent), key, key, (self.num_heads, hidden)]
             }
             Score::Largest | Score::Pooled => vec![(queries, hidden), (self.head_dim, hidden)],
         }
@@ -93,6 +103,9 @@ impl Indexer {
 
     /// What the GPU's kernels lack for it, if anything.
     pub(super) fn gpu_lacks(&self) -> Option<String> {
+        if matches!(self.score, Score::Gated { .. }) {
+            return Some("the GPU has no indexer whose keys are pooled with gates".into());
+        }
         let fits = self.num_heads <= 64 && self.head_dim <= 128 && self.head_dim.is_multiple_of(8);
         (!fits).then(|| {
             let (heads, dim) = (self.num_heads, self.head_dim);
@@ -100,11 +113,16 @@ impl Indexer {
         })
     }
 
+    /// Whether keys are of several positions each.
+    pub fn pools(&self) -> bool {
+        matches!(self.score, Score::Pooled | Score::Gated { .. })
+    }
+
     /// Keys that are scored of so many positions, a multiple of the unit.
     pub fn keys_of(&self, positions: usize) -> usize {
         match self.score {
             Score::Weighted { .. } | Score::Largest => positions,
-            Score::Pooled => positions / self.unit,
+            Score::Pooled | Score::Gated { .. } => positions / self.unit,
         }
     }
 }

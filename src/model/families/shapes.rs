@@ -247,6 +247,18 @@ const SHAPES: &[(&str, &str)] = &[
         27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44]}"#,
     ),
     (
+        "glm-5.3-flash",
+        r#"{"model_type": "glm5_next_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 45,
+        "num_attention_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 256,
+        "qk_rope_head_dim": 0, "v_head_dim": 256, "linear_num_heads": 64, "linear_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0,
+        "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048, "index_kpool": 16, "vocab_size": 154880,
+        "n_routed_experts": 288, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "swiglu_limit": 10.0,
+        "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1048576}"#,
+    ),
+    (
         "nemotron-3-nano",
         r#"{"model_type": "nemotron_h", "hidden_size": 2688, "num_hidden_layers": 52,
         "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",

@@ -1,0 +1,104 @@
+//! GLM-5.3-Flash: Kimi delta attention in most layers, latent attention without rope behind an indexer of pooled keys
+//! in the others, between hyper-connections of several residual streams; DeepSeek-V3's experts.
+//!
+//! Source: HF modeling_glm5_next.
+
+use super::deepseek;
+use super::fields::{Fields, wrong};
+use crate::model::{
+    Activation, Attention, ChosenBy, Connections, Ffn, Indexer, Kda, KdaDecay, LayerConfig, Mla, Mlp, ModelConfig, Moe,
+    Residual, Score, Selection, SharedExpert,
+};
+use crate::{Error, Result};
+
+/// Streams, and times that a connection is balanced, at most.
+const MAX_STREAMS: usize = 16;
+const MAX_ITERATIONS: usize = 100;
+
+/// Inputs of a convolution, at most: what a sequence keeps grows with it.
+const MAX_CONV_WIDTH: usize = 64;
+
+/// `glm5_next`: the language model is nested, and so are its tensor names.
+pub(super) fn nested(f: &Fields<'_>) -> Result<ModelConfig> {
+    super::nested(f, "model.language_model.", text)
+}
+
+/// `glm5_next_text`.
+pub(super) fn text(f: &Fields<'_>) -> Result<ModelConfig> {
+    f.expect_silu()?;
+    f.expect("attention_bias", false.into())?;
+    f.expect("qk_rope_head_dim", 0.into())?;
+    f.expect("index_kpool_always_select_tail", true.into())?;
+    let up_to = |name: &str, least: usize, most: usize| match f.dim(name)? {
+        n if (least..=most).contains(&n) => Ok(n),
+        _ => Err(wrong(name, &format!("an integer from {least} to {most}"))),
+    };
+    let head_dim = f.heads("linear_head_dim")?;
+    let kda = Kda {
+        num_heads: f.heads("linear_num_heads")?,
+        head_dim,
+        conv_width: up_to("linear_conv_kernel_dim", 2, MAX_CONV_WIDTH)?,
+        decay: KdaDecay::Bounded { lower: f.f64_or("linear_lower_bound", -5.0)? as f32 },
+        gate_rank: Some(head_dim),
+    };
+    let latent = f.dim("q_lora_rank")?;
+    let nope = f.dim("qk_nope_head_dim")?;
+    let mla = Mla {
+        num_heads: f.dim("num_attention_heads")?,
+        q_lora_rank: Some(latent),
+        kv_lora_rank: f.dim("kv_lora_rank")?,
+        qk_nope_head_dim: nope,
+        qk_rope_head_dim: 0,
+        rope: None,
+        v_head_dim: f.dim("v_head_dim")?,
+        bias: false,
+        head_gate: false,
+        scale: 1.0 / (nope as f32).sqrt(),
+        position_scale: None,
+        norm_eps: f.norm_eps()?,
+        selection: Some(Selection { by: ChosenBy::Own, indexer: indexer(f, latent)? }),
+    };
+    if let Some(kinds) = f.texts("indexer_types")?
+        && kinds.iter().any(|kind| *kind != "full")
+    {
+        return Err(Error::Model("field `indexer_types` names layers that share a choice; full ones are known".into()));
+    }
+    let kinds = f.layer_kinds("layer_types", ["full_attention", "linear_attention"])?;
+    let is_full = |layer: usize| kinds.as_ref().map_or(layer % 4 == 3, |kinds| kinds[layer]);
+    let attention = |layer| if is_full(layer) { Attention::Mla(mla.clone()) } else { Attention::Kda(kda.clone()) };
+    let activation = match f.f64_or("swiglu_limit", 0.0)? {
+        limit if limit > 0.0 => Activation::SiluOfClamped { limit: limit as f32 },
+        _ => Activation::Silu,
+    };
+    let moe = deepseek::moe(f, deepseek::v3_router(f)?, 1)?;
+    let shared = moe.shared.map(|shared| SharedExpert { mlp: Mlp { activation, ..shared.mlp }, ..shared });
+    let of_layer = deepseek::ffn(f, Moe { activation, shared, ..moe }, 3)?;
+    let ffn = |layer| match of_layer(layer)? {
+        Ffn::Dense(mlp) => Ok(Ffn::Dense(Mlp { activation, ..mlp })),
+        other => Ok(other),
+    };
+    let connections = Connections {
+        count: up_to("hc_mult", 2, MAX_STREAMS)?,
+        iterations: up_to("hc_sinkhorn_iters", 1, MAX_ITERATIONS)?,
+        eps: f.f64_or("hc_eps", 1e-6)? as f32,
+    };
+    let layers = super::layers(f, attention, ffn)?;
+    let connected = |layer| LayerConfig { residual: Residual::Connected(connections), ..layer };
+    super::model(f, layers.into_iter().map(connected).collect())
+}
+
+fn indexer(f: &Fields<'_>, latent: usize) -> Result<Indexer> {
+    let (budget, unit) = (f.dim("index_topk")?, f.dim_or("index_kpool", 1)?);
+    // Units are whole in the blocks of the cache.
+    if 64 % unit != 0 || budget % unit != 0 {
+        return Err(wrong("index_kpool", &format!("a divisor of 64 and of `index_topk` {budget}")));
+    }
+    Ok(Indexer {
+        num_heads: f.heads("index_n_heads")?,
+        head_dim: f.heads("index_head_dim")?,
+        interleaved: false,
+        unit,
+        top_k: budget / unit,
+        score: Score::Gated { latent },
+    })
+}
