@@ -14,7 +14,7 @@ use moebius::forward::block_pool::BlockPool;
 
 #[test]
 fn a_decode_step_does_not_allocate() {
-    for model in ["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next"] {
+    for model in ["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "nemotron-h", "kimi-linear", "glm-5.3-flash"] {
         for (experts, dense) in [
             (ExpertBits::Int4, DenseBits::Bf16),
             (ExpertBits::Int8, DenseBits::Int8),

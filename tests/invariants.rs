@@ -11,9 +11,21 @@ use moebius::forward::block_pool::BlockPool;
 use moebius::load::{LoadProgress, Loaded};
 
 /// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width,
-/// latents of chosen positions, chosen blocks for each KV head, streams with n-grams and chosen units.
-const MODELS: &[&str] =
-    &["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "minimax-m2", "glm-5", "minimax-m3", "qwen4-exp"];
+/// latents of chosen positions, chosen blocks for each KV head, streams with n-grams and chosen units, Mamba-2 and
+/// experts without a gate, Kimi delta attention, connected streams with units by gates.
+const MODELS: &[&str] = &[
+    "moe-gqa",
+    "moe-mla",
+    "gpt-oss",
+    "qwen3-next",
+    "minimax-m2",
+    "glm-5",
+    "minimax-m3",
+    "qwen4-exp",
+    "nemotron-h",
+    "kimi-linear",
+    "glm-5.3-flash",
+];
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {
     (0..len as u32).map(|i| 7 + (i * 37 + seed * 101) % 900).collect()

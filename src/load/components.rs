@@ -81,7 +81,7 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
                     let layer = precision.layer(moe_layer(&name, model));
                     if is_down(part) { layer.down } else { layer.gate }
                 }
-                _ if component.role == "embed_tokens" => Precision::Bf16,
+                _ if component.role == model.names.embedding => Precision::Bf16,
                 _ => dense(),
             };
             component.rounding = rounding(&source, precision).map_err(Error::from)?;
@@ -106,10 +106,12 @@ fn role(name: &str, model: &ModelConfig) -> Option<String> {
         return Some("lm_head".into());
     }
     let name = name.strip_prefix(model.names.body)?;
-    let Some(rest) = name.strip_prefix("layers.") else { return (name == "embed_tokens").then(|| name.to_string()) };
+    let Some(rest) = name.strip_prefix("layers.") else {
+        return (name == model.names.embedding).then(|| name.to_string());
+    };
     let (layer, part) = rest.split_once('.')?;
     // Kept in f32; a matrix only where GGUF leaves out its dimension of one.
-    if part == "linear_attn.conv1d" || part == "ple.conv1d" {
+    if part.ends_with("conv1d") || part.ends_with(".norm") {
         return None;
     }
     // Looked up where it is.

@@ -34,7 +34,7 @@ impl Synthetic {
 impl TensorSource for Synthetic {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
         let rms = match name {
-            _ if name.contains("embed_tokens") => 1.0,
+            _ if name.contains("embed") => 1.0,
             _ if name.contains("o_proj") || name.contains("out_proj") || name.contains("down_proj") => {
                 BRANCH / (cols as f32).sqrt()
             }

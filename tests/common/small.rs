@@ -74,6 +74,29 @@ pub fn config(name: &str) -> Value {
         "glm-5-long" => glm_5(1100),
         "gpt-oss" => gpt_oss(24),
         "gpt-oss-wide" => gpt_oss(300),
+        "nemotron-h" => base(
+            "nemotron_h",
+            json!({"num_hidden_layers": 5, "hybrid_override_pattern": "MEM*E", "n_routed_experts": 8,
+                "moe_latent_size": 64, "mamba_num_heads": 8, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2}),
+        ),
+        "kimi-linear" => {
+            let linear = json!({"kda_layers": [1, 2], "num_heads": 3, "head_dim": 32, "short_conv_kernel_size": 4});
+            base(
+                "kimi_linear",
+                json!({"num_hidden_layers": 3, "first_k_dense_replace": 1, "linear_attn_config": linear,
+                    "mla_use_nope": true, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+                    "v_head_dim": 32, "num_experts": 8, "num_experts_per_token": 3, "num_shared_experts": 1}),
+            )
+        }
+        "glm-5.3-flash" => base(
+            "glm5_next_text",
+            json!({"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1,
+                "layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_num_heads": 3,
+                "linear_head_dim": 32, "linear_conv_kernel_dim": 4, "q_lora_rank": 64, "kv_lora_rank": 64,
+                "qk_nope_head_dim": 32, "qk_rope_head_dim": 0, "v_head_dim": 32, "index_n_heads": 4,
+                "index_head_dim": 32, "index_topk": 40, "index_kpool": 4, "swiglu_limit": 2.0, "hc_mult": 3,
+                "hc_sinkhorn_iters": 5}),
+        ),
         "qwen3-next" => base("qwen3_next", qwen),
         "qwen3.5" => {
             json!({"model_type": "qwen3_5_moe", "text_config": base("qwen3_5_moe_text", qwen),
