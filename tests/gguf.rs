@@ -204,8 +204,8 @@ fn the_same_weights_give_the_same_logits() {
         let want = if more.is_empty() { &fixture.dir } else { &stands_for };
         assert!(of_gguf == logits(want, &fixture, &exact()), "{name}: logits differ");
     }
-    // Their files are those of DeepSeek-V3 and GLM-4.5.
-    seen.extend(["kimi_k2", "kimi_k25", "glm4_moe_lite", "glm4v_moe_text"].map(String::from));
+    // Their files are those of DeepSeek-V3, GLM-4.5 and MiMo-V2-Flash.
+    seen.extend(["kimi_k2", "kimi_k25", "glm4_moe_lite", "glm4v_moe_text", "mimo_v2"].map(String::from));
     let registered = families::GGUF.iter().flat_map(|gguf| gguf.model_types);
     assert_eq!(seen, registered.map(|name| name.to_string()).collect());
 }

@@ -1,5 +1,6 @@
-//! Gated DeltaNet, Kimi delta attention (kernels/kda.cu) and Mamba-2 (kernels/mamba2.cu) on the device; of the first few tokens of a sequence one by one (kernels/delta_net.cu), many in chunks
-//! (kernels/delta_net_chunks.cu).
+//! Recurrent layers on the device: gated DeltaNet, of which a few tokens of a sequence go one by one
+//! (kernels/delta_net.cu) and many in chunks (kernels/delta_net_chunks.cu); Kimi delta attention (kernels/kda.cu);
+//! Mamba-2 (kernels/mamba2.cu); short convolutions (kernels/short_conv.cu).
 
 use half::bf16;
 
