@@ -13,9 +13,12 @@
 //   route_few: grid (experts + 1)
 //       Up to FEW tokens: h = rmsnorm(x) in bf16; logits = w h in f32, then the same. A block owns an expert, and the
 //       last one of these to end chooses; one more writes h. `counter`: one u32, 0 between launches.
+//   choose_experts: grid (ceil(n / CHOICES))
+//       n choices are replaced by given ones.
 #include "common.cuh"
 
-constexpr int MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_GROUPS = 32, TOKENS = 4, FEW = 8;
+constexpr int MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_GROUPS = 32, TOKENS = 4, FEW = 8,
+              CHOICES = 256;
 static_assert(MAX_TOP_K <= WARP && MAX_GROUPS <= WARP, "a lane for each");
 
 struct RouterShape {
@@ -205,4 +208,10 @@ KERNEL(route_few, FEW* WARP, 0, const __grid_constant__ RouteFew a) {
     const size_t at = (size_t)warp * a.shape.top_k;
     choose(a.logits + (size_t)warp * a.shape.experts, a.offsets, a.bias, a.expert_scale, a.shape, scores[warp],
         ranks[warp], a.ids + at, a.weights + at);
+}
+
+KERNEL(choose_experts, CHOICES, 0, const int* chosen, int* ids, int n) {
+    begin_kernel();
+    const int i = blockIdx.x * CHOICES + threadIdx.x;
+    if (i < n) ids[i] = chosen[i];
 }

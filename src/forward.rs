@@ -22,6 +22,7 @@
 //! rope         rotary angles, once for each distinct rope
 //! tap          what a pass adds to the residual stream, and takes from it
 //! steer        steering vectors on the device
+//! choices      experts that a measurement gives tokens
 //! logits       rows of the residual stream become logits
 //! measure      what a model is measured by
 //! erased       `Forward`: a model on any device
@@ -32,6 +33,7 @@
 pub mod attention;
 pub mod block_pool;
 mod buffers;
+mod choices;
 mod erased;
 mod ffn;
 mod join;
@@ -54,6 +56,7 @@ use crate::model::{Ffn, LayerConfig, ModelConfig, Norm, Residual};
 use attention::{Step, attention};
 pub use buffers::Limits;
 use buffers::{Buffers, Part, Parts};
+use choices::Choices;
 pub use erased::Forward;
 use ffn::ffn;
 use join::{After, Stream, Through};
@@ -77,13 +80,14 @@ pub struct Model<B: Backend> {
     buffers: Buffers<B>,
     steering: Steering<B>,
     head: Head<B>,
+    choices: Option<Choices<B>>,
 }
 
 impl<B: Backend> Model<B> {
     /// Reads the batch: stores its keys and values, and leaves its hidden states for [`Forward::logits`]. `tap` must
     /// not be empty, and its vectors must be [held](Forward::hold).
     pub fn forward(&mut self, batch: &Batch, mut tap: Option<&mut Tap>) -> Result<()> {
-        let Self { backend, config, weights, experts, kv, ropes, parts, buffers, steering, .. } = self;
+        let Self { backend, config, weights, experts, kv, ropes, parts, buffers, steering, choices, .. } = self;
         if let Some(experts) = experts {
             experts.between_passes()?;
         }
@@ -113,6 +117,7 @@ impl<B: Backend> Model<B> {
                     rope: ropes.of_layer(i),
                     cache: &mut kv.layers[i],
                     experts: experts.as_deref_mut().zip(moe),
+                    choices: choices.as_ref(),
                     ngrams,
                     buffers,
                 };
@@ -145,6 +150,7 @@ struct Layer<'a, B: Backend> {
     rope: Option<usize>, // its angles
     cache: &'a mut LayerCache<B>,
     experts: Option<(&'a mut (dyn ExpertExecutor<B> + 'static), usize)>, // and its number among the MoE layers
+    choices: Option<&'a Choices<B>>,                                     // of the pass
     ngrams: Option<usize>,                                               // its rows of the parts
     buffers: &'a mut Buffers<B>,
 }
@@ -154,7 +160,7 @@ const CONNECTED: &str = "connected streams have buffers, and norms of both parts
 impl<B: Backend> Layer<'_, B> {
     /// `x += attention(norm(x)); x += ffn(norm(x))`, or as [`Residual`](crate::model::Residual) says.
     fn run(&mut self, part: &mut Part<B>) -> Result<()> {
-        let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, ngrams, buffers } = self;
+        let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, choices, ngrams, buffers } = self;
         let (backend, eps) = (*backend, *norm_eps);
         buffers.set_rows(backend, part.rows.len());
         let Buffers { h, attention: of_attention, ffn: of_ffn, result, mixing, connecting, ngrams: of_ngrams } =
@@ -203,6 +209,7 @@ impl<B: Backend> Layer<'_, B> {
         let of_layer = ffn::Layer {
             config: &config.ffn,
             weights: &weights.ffn,
+            chosen: choices.zip(experts.as_ref()).map(|(choices, (_, number))| choices.of(*number, part.rows.start)),
             experts: experts.as_mut().map(|(experts, number)| (&mut **experts, *number)),
         };
         let mut stream = Stream { x, norm: None, after: None };
@@ -252,6 +259,7 @@ impl<B: Backend> Model<B> {
             buffers: Buffers::new(&backend, &config, &kv, limits.chunk_tokens)?,
             steering: Steering::new(&backend, &config)?,
             head: Head::new(&backend, &config, limits.logit_rows)?,
+            choices: None,
             backend,
             config,
             weights,

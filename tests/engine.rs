@@ -240,6 +240,10 @@ impl Measure for Broken {
         self.0.rates()
     }
 
+    fn choose(&mut self, ids: &[i32], tokens: usize) -> Result<()> {
+        self.0.choose(ids, tokens)
+    }
+
     fn profile(&mut self, batch: &Batch) -> moebius::Result<Vec<moebius::backend::OpTime>> {
         self.0.profile(batch)
     }

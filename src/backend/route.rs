@@ -28,6 +28,8 @@ impl Routing {
 pub trait Route: Dense {
     /// Experts and weights of every token.
     type Routing: Send;
+    /// Experts that all tokens of a pass are given, whatever the router says.
+    type Choices: Send;
 
     /// Allocates a routing of at most `max_tokens` tokens.
     fn routing(&self, max_tokens: usize, top_k: usize) -> Result<Self::Routing>;
@@ -35,6 +37,12 @@ pub trait Route: Dense {
     fn read_routing(&self, routing: &Self::Routing, out: &mut Routing) -> Result<()>;
     /// Chooses every token's experts and their weights, scaling included.
     fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Self::Routing);
+    /// Room for the choices of passes of at most `choices` choices in all layers.
+    fn choices(&self, choices: usize) -> Result<Self::Choices>;
+    /// Brings a pass's choices to the device.
+    fn set_choices(&self, to: &mut Self::Choices, ids: &[i32]);
+    /// Replaces the experts of a routing, best first, by `choices` from number `first` on; weights stay.
+    fn choose_experts(&self, choices: &Self::Choices, first: usize, out: &mut Self::Routing);
     /// `out[t] = weight * h[t]`, with the weight of the token's only expert, which becomes 1.
     fn weigh_input(&self, routing: &mut Self::Routing, h: &Self::Tensor, out: &mut Self::Tensor);
     /// `h = norm(x)`, and its routing. The default is what it means, a device may fuse it.

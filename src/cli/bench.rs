@@ -2,7 +2,7 @@
 
 mod serve;
 
-use crate::cli::measure::bench::{self, BenchModel, Workload};
+use crate::cli::measure::bench::{self, BenchModel, Routing, Workload};
 use crate::load::LoadProgress;
 use crate::{Error, Result, hub, load};
 
@@ -38,6 +38,10 @@ pub(crate) struct Args {
     /// Also measure where the time of a pass goes: each kernel of a GPU, or each family of ops of the CPU.
     #[arg(long)]
     ops: bool,
+    /// Which experts tokens choose: as the router says (uniform, with random weights), repeating as real models do
+    /// (local), or as recorded by `moebius capture --router` in a file.
+    #[arg(long, value_name = "uniform|local|FILE", default_value = "uniform")]
+    routing: Routing,
     #[command(flatten)]
     engine: EngineArgs,
 }
@@ -68,6 +72,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         batches,
         runs: args.runs as usize,
         ops: args.ops,
+        routing: args.routing,
     };
     let status = Status::new();
     let progress = |p: LoadProgress<'_>| status.loading(p);

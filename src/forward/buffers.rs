@@ -81,6 +81,11 @@ impl<B: Backend> Parts<B> {
         Ok(Self { all, used: 0, limits, cut: Batch::default() })
     }
 
+    /// Tokens of a pass at most.
+    pub(super) fn max_tokens(&self) -> usize {
+        self.limits.tokens
+    }
+
     /// Brings the parts of `batch` to the device.
     pub(super) fn cut(&mut self, backend: &B, batch: &Batch) -> &mut [Part<B>] {
         let Self { all, used, limits: Limits { tokens, chunk_tokens, .. }, cut } = self;

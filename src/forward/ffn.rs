@@ -237,13 +237,14 @@ pub(super) struct Layer<'a, B: Backend> {
     pub(super) config: &'a Ffn,
     pub(super) weights: &'a FfnWeights<B>,
     pub(super) experts: Option<(&'a mut (dyn ExpertExecutor<B> + 'static), usize)>, // and its number among MoE layers
+    pub(super) chosen: Option<(&'a B::Choices, usize)>, // that replace the router's, from this number on
 }
 
 /// The feed-forward part of what `stream` reads, and its result into `stream`. `h` is the part's input, or a buffer for
 /// it, `[T, hidden]`.
 pub(super) fn ffn<B: Backend>(
     backend: &B,
-    Layer { config, weights, experts }: Layer<'_, B>,
+    Layer { config, weights, experts, chosen }: Layer<'_, B>,
     buffers: &mut FfnBuffers<B>,
     h: &mut B::Tensor,
     stream: &mut Stream<'_, B>,
@@ -266,6 +267,7 @@ pub(super) fn ffn<B: Backend>(
                 Some(norm) => backend.norm_route(stream.x, norm, h, router, &moe.router, routing),
                 None => backend.route(router, &moe.router, h, routing),
             }
+            choose(backend, chosen, routing);
             match (experts_input, latent) {
                 (Some(input), Some(latent)) => {
                     backend.linear(&latent.down, h, input);
@@ -313,6 +315,7 @@ pub(super) fn ffn<B: Backend>(
             };
             backend.rms_norm(stream.x, &n.router, eps, h);
             backend.route(router, &moe.router, h, routing);
+            choose(backend, chosen, routing);
             backend.rms_norm(stream.x, &n.experts, eps, input);
             experts.submit(number, input, routing)?;
             backend.clear(sum);
@@ -328,6 +331,13 @@ pub(super) fn ffn<B: Backend>(
             join(backend, Partial::Sum(sum), stream)
         }
         _ => panic!("configuration, weights and experts of one layer are of one kind"),
+    }
+}
+
+/// Replaces the router's choice where a measurement gives another.
+fn choose<B: Backend>(backend: &B, chosen: Option<(&B::Choices, usize)>, routing: &mut B::Routing) {
+    if let Some((choices, first)) = chosen {
+        backend.choose_experts(choices, first, routing);
     }
 }
 

@@ -1,6 +1,7 @@
 //! What a model is measured by: bytes, rates, and the times of its ops.
 
 use super::Model;
+use super::choices::Choices;
 use crate::Result;
 use crate::backend::batch::Batch;
 use crate::backend::{Backend, OpTime, Rates};
@@ -21,6 +22,10 @@ pub trait Measure {
     /// `Error::Device`.
     fn rates(&self) -> Result<Option<Rates>>;
 
+    /// Gives the tokens of the passes from now on these experts, `[MoE layers, tokens, top_k]`: every pass has as many
+    /// tokens. Must be called before the first pass, or never. Errors: `Error::Resources`.
+    fn choose(&mut self, ids: &[i32], tokens: usize) -> Result<()>;
+
     /// Reads the batch, and logits of its last row, twice; times of the second pass's ops, none on the CPU.
     fn profile(&mut self, batch: &Batch) -> Result<Vec<OpTime>>;
 }
@@ -40,6 +45,16 @@ impl<B: Backend> Measure for Model<B> {
 
     fn rates(&self) -> Result<Option<Rates>> {
         self.backend.rates()
+    }
+
+    fn choose(&mut self, ids: &[i32], tokens: usize) -> Result<()> {
+        let Self { backend, config, parts, choices, .. } = self;
+        let choices = match choices {
+            Some(choices) => choices,
+            None => choices.insert(Choices::new(backend, config, parts.max_tokens())?),
+        };
+        choices.set(backend, ids, tokens);
+        Ok(())
     }
 
     fn profile(&mut self, batch: &Batch) -> Result<Vec<OpTime>> {

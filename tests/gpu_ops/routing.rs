@@ -172,3 +172,29 @@ fn the_weight_of_an_only_expert_goes_to_its_input() {
     });
     check("weighed inputs", &got, &want, Within::BF16);
 }
+
+#[test]
+fn choose_experts() {
+    need_gpu!();
+    let sides = Sides::new();
+    let (experts, hidden, router) = (16, 64, Router::new(4, Scoring::Softmax));
+    for tokens in [1, 3, 70] {
+        let weight = random(experts * hidden, 71);
+        let x = random(tokens * hidden, 72);
+        let choices: Vec<i32> = (0..3 * tokens * 4).map(|i| (7 * i % experts) as i32).collect();
+        let (got, want) = both!(sides, |b| {
+            let w = b.load_router(tensors(weight.clone(), experts, &router)).unwrap();
+            let x = b.filled(hidden, &x);
+            let mut routing = b.routing(tokens, 4).unwrap();
+            b.route(&w, &router, &x, &mut routing);
+            let mut chosen = b.choices(choices.len()).unwrap();
+            b.set_choices(&mut chosen, &choices);
+            b.choose_experts(&chosen, tokens * 4, &mut routing);
+            let mut out = Routing::default();
+            b.read_routing(&routing, &mut out).unwrap();
+            out
+        });
+        assert_eq!(got.ids, choices[tokens * 4..2 * tokens * 4]);
+        check_routing("chosen experts", &got, &want);
+    }
+}

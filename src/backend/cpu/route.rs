@@ -17,6 +17,7 @@ const FEW_TOKENS: usize = 64;
 
 impl Route for Cpu {
     type Routing = Routing;
+    type Choices = Vec<i32>;
 
     fn routing(&self, max_tokens: usize, top_k: usize) -> Result<Routing> {
         let shape = [max_tokens, top_k];
@@ -93,6 +94,19 @@ impl Route for Cpu {
             kernel.dot_f32(Rows::new(w, experts, k), x, logits);
             choose_all(mine, logits);
         });
+    }
+
+    fn choices(&self, choices: usize) -> Result<Vec<i32>> {
+        self.heap.zeros(&[choices])
+    }
+
+    fn set_choices(&self, to: &mut Vec<i32>, ids: &[i32]) {
+        to[..ids.len()].copy_from_slice(ids);
+    }
+
+    fn choose_experts(&self, choices: &Vec<i32>, first: usize, out: &mut Routing) {
+        let chosen = &choices[first..][..out.ids.len()];
+        out.ids.copy_from_slice(chosen);
     }
 
     fn weigh_input(&self, routing: &mut Routing, h: &Tensor, out: &mut Tensor) {

@@ -4,7 +4,7 @@ use super::load::RouterWeights;
 use super::{CudaBackend, Tensor};
 use crate::Result;
 use crate::backend::{Dense, Route, Routing};
-use crate::cuda::kernels::router::{FEW, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, TOKENS};
+use crate::cuda::kernels::router::{CHOICES, FEW, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, TOKENS};
 use crate::cuda::kernels::{self, RouteFew, RouterShape, router_logits};
 use crate::cuda::{Address, DeviceBuffer, launch};
 use crate::model::{GroupScore, Router, Scoring};
@@ -79,6 +79,7 @@ impl CudaBackend {
 
 impl Route for CudaBackend {
     type Routing = CudaRouting;
+    type Choices = DeviceBuffer<i32>;
 
     fn routing(&self, max_tokens: usize, top_k: usize) -> Result<CudaRouting> {
         Ok(CudaRouting {
@@ -111,6 +112,22 @@ impl Route for CudaBackend {
         launch!(self.cuda, &self.cuda.compute, kernels::route_choose, [x.rows.div_ceil(TOKENS), 1, 1];
             out.logits.address(), w.bias(), w.correction_bias(), w.expert_scale(), router_shape(experts, router),
             x.rows as i32, out.ids.address(), out.weights.address());
+    }
+
+    fn choices(&self, choices: usize) -> Result<DeviceBuffer<i32>> {
+        DeviceBuffer::zeros(&self.cuda, choices)
+    }
+
+    fn set_choices(&self, to: &mut DeviceBuffer<i32>, ids: &[i32]) {
+        assert!(ids.len() <= to.len());
+        self.cuda.upload(&self.cuda.compute, to.address(), ids);
+    }
+
+    fn choose_experts(&self, choices: &DeviceBuffer<i32>, first: usize, out: &mut CudaRouting) {
+        let n = out.tokens * out.top_k;
+        assert!(first + n <= choices.len());
+        launch!(self.cuda, &self.cuda.compute, kernels::choose_experts, [n.div_ceil(CHOICES), 1, 1];
+            choices.address().add(first), out.ids.address(), n as i32);
     }
 
     fn weigh_input(&self, routing: &mut CudaRouting, h: &Tensor, out: &mut Tensor) {

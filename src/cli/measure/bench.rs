@@ -2,6 +2,7 @@
 
 mod limits;
 mod report;
+mod routing;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -25,6 +26,8 @@ use crate::{Error, Result};
 
 use limits::{PassWork, Speed};
 pub use report::{BenchReport, Distinct, GpuReport, KernelTime, MachineReport, Measurement, PrecisionReport};
+pub use routing::Routing;
+use routing::{Choices, Sequence};
 
 /// Bytes over which the read bandwidth is measured: more than the cache of any processor.
 pub const BANDWIDTH_BYTES: usize = 2 << 30;
@@ -44,6 +47,8 @@ pub struct Workload {
     pub runs: usize,
     /// Whether to time each kernel of a GPU, or each family of ops of the CPU.
     pub ops: bool,
+    /// Which experts tokens choose.
+    pub routing: Routing,
 }
 
 /// Loads random weights of a named shape. Errors: unknown shape, or it does not fit into memory.
@@ -118,7 +123,8 @@ pub fn run(
     loaded.team.fit(1);
     let bandwidth = read_bandwidth(&loaded.team, bytes, Pages::Huge, 5)?;
     let rates = loaded.model.rates()?;
-    let mut bench = Bench::new(&mut loaded, speed(bandwidth, rates.as_ref()), rates.is_some(), workload.ops);
+    let choices = Choices::new(&workload.routing, loaded.model.config())?;
+    let mut bench = Bench::new(&mut loaded, speed(bandwidth, rates.as_ref()), rates.is_some(), workload.ops, choices);
     let rows = bench.rows(workload)?;
     let distinct_experts = bench.distinct(workload.longest())?;
     let dense = bench.dense;
@@ -133,6 +139,7 @@ pub fn run(
         },
         ready_s,
         peak_ram_gib,
+        routing: workload.routing.to_string(),
         bytes_per_token: dense + experts_per_token_bytes(loaded.model.config(), &loaded),
         distinct_experts,
         rows,
@@ -178,6 +185,7 @@ struct Bench<'a> {
     dense: u64, // bytes that a pass reads in addition to experts
     random: Random,
     ops: bool,
+    choices: Option<Choices>,
 }
 
 fn speed(read_gb_per_s: f64, rates: Option<&Rates>) -> Speed {
@@ -190,9 +198,27 @@ fn gib(bytes: u64) -> f64 {
 }
 
 impl<'a> Bench<'a> {
-    fn new(loaded: &'a mut Loaded, speed: Speed, on_device: bool, ops: bool) -> Self {
+    fn new(loaded: &'a mut Loaded, speed: Speed, on_device: bool, ops: bool, choices: Option<Choices>) -> Self {
         let dense = loaded.model.resident_bytes_per_token();
-        Self { loaded, speed, on_device, dense, random: Random(42), ops }
+        Self { loaded, speed, on_device, dense, random: Random(42), ops, choices }
+    }
+
+    /// As many sequences of choices; none if the router chooses.
+    fn sequences(&self, n: usize) -> Vec<Sequence> {
+        self.choices.iter().flat_map(|choices| (0..n).map(|i| choices.sequence(i))).collect()
+    }
+
+    /// The choices of passes of `tokens` tokens of each sequence; empty if the router chooses.
+    fn chosen(&self, sequences: &mut [Sequence], tokens: impl Iterator<Item = usize>) -> Vec<Vec<i32>> {
+        tokens.map(|n| self.choices.as_ref().map_or(Vec::new(), |choices| choices.pass(sequences, n))).collect()
+    }
+
+    /// Gives the next pass of `tokens` tokens these experts, unless the router chooses.
+    fn choose(&mut self, chosen: &[i32], tokens: usize) -> Result<()> {
+        match chosen {
+            [] => Ok(()),
+            chosen => self.loaded.model.choose(chosen, tokens),
+        }
     }
 
     fn rows(&mut self, workload: &Workload) -> Result<Vec<Measurement>> {
@@ -213,13 +239,22 @@ impl<'a> Bench<'a> {
         (0..n).map(|_| (self.random.bits() % vocab) as u32).collect()
     }
 
-    /// Seconds to prefill `tokens` of the sequence in `slot`, in chunks.
-    fn read(&mut self, tokens: &[u32], blocks: &[u32], slot: usize, mut tap: Option<&mut Tap>) -> Result<f64> {
+    /// Seconds to prefill `tokens` of the sequence in `slot`, in chunks; `choices`: what its next tokens choose.
+    fn read(
+        &mut self,
+        tokens: &[u32],
+        (blocks, slot): (&[u32], usize),
+        choices: &mut [Sequence],
+        mut tap: Option<&mut Tap>,
+    ) -> Result<f64> {
+        let parts = tokens.chunks(self.loaded.max_batch_tokens).map(<[u32]>::len);
+        let chosen = self.chosen(choices, parts);
         let started = Instant::now();
         let mut batch = Batch::default();
         for (i, chunk) in tokens.chunks(self.loaded.max_batch_tokens).enumerate() {
             batch.clear();
             batch.push(chunk, i * self.loaded.max_batch_tokens, blocks).slot = slot;
+            self.choose(&chosen[i], chunk.len())?;
             self.loaded.model.forward(&batch, tap.as_deref_mut())?;
         }
         self.loaded.model.logits(&[batch.len() - 1])?;
@@ -230,10 +265,11 @@ impl<'a> Bench<'a> {
         let mut blocks = BlockTable::default();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
         let (mut seconds, mut moved) = (Vec::new(), Traffic::default());
+        let mut choices = self.sequences(1);
         for run in 0..=runs {
             let prompt = self.tokens(tokens);
             let before = self.loaded.model.traffic();
-            let s = self.read(&prompt, &blocks, 0, None)?;
+            let s = self.read(&prompt, (&blocks, 0), &mut choices, None)?;
             moved = self.loaded.model.traffic().since(before);
             // The first run checks checksums and touches memory for the first time.
             if run > 0 {
@@ -247,6 +283,9 @@ impl<'a> Bench<'a> {
         if self.ops {
             let (prompt, mut batch) = (self.tokens(pass), Batch::default());
             batch.push(&prompt, 0, &blocks);
+            for chosen in self.chosen(&mut choices, [pass].into_iter()) {
+                self.choose(&chosen, pass)?;
+            }
             row.ops = self.profile(&batch)?;
         }
         Ok(row)
@@ -263,9 +302,11 @@ impl<'a> Bench<'a> {
                 )));
             }
         }
+        let mut choices = self.sequences(sequences);
         for (slot, table) in tables.iter().enumerate() {
             let prompt = self.tokens(context);
-            self.read(&prompt, table, slot, None)?;
+            let own = slot.min(choices.len())..(slot + 1).min(choices.len());
+            self.read(&prompt, (table, slot), &mut choices[own], None)?;
         }
         let rows: Vec<usize> = (0..sequences).collect();
         let (temperatures, mut lists) = (vec![1.0; sequences], Vec::new());
@@ -273,12 +314,14 @@ impl<'a> Bench<'a> {
         let mut batch = Batch::default();
         for run in 0..=runs {
             let ids = self.tokens(tokens * sequences);
+            let chosen = self.chosen(&mut choices, std::iter::repeat_n(1, tokens));
             let (started, before) = (Instant::now(), self.loaded.model.traffic());
             for (i, ids) in ids.chunks(sequences).enumerate() {
                 batch.clear();
                 for (slot, (id, table)) in ids.iter().zip(&tables).enumerate() {
                     batch.push(&[*id], context + i, table).slot = slot;
                 }
+                self.choose(&chosen[i], sequences)?;
                 self.loaded.model.forward(&batch, None)?;
                 // As the engine samples.
                 if !self.loaded.model.shortlists(&rows, &temperatures, &mut lists)? {
@@ -362,7 +405,8 @@ impl<'a> Bench<'a> {
         let mut blocks = BlockTable::default();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
         let (prompt, mut tap) = (self.tokens(tokens), Tap { routing: true, ..Tap::default() });
-        self.read(&prompt, &blocks, 0, Some(&mut tap))?;
+        let mut choices = self.sequences(1);
+        self.read(&prompt, (&blocks, 0), &mut choices, Some(&mut tap))?;
         let used = tap.routed.values().map(|routing| routing.ids.iter().collect::<BTreeSet<_>>().len());
         Ok(Some(Distinct { least: used.clone().min().unwrap_or(0), most: used.max().unwrap_or(0), of, tokens }))
     }

@@ -17,6 +17,8 @@ pub struct BenchReport {
     pub ready_s: f64,
     /// Peak RAM of the process until then, mapped files included.
     pub peak_ram_gib: f64,
+    /// Which experts tokens choose: `uniform`, `local`, or the file they were read from.
+    pub routing: String,
     /// Weight bytes that one decoded token reads.
     pub bytes_per_token: u64,
     /// Distinct experts that a layer used in the longest prefill.
@@ -144,8 +146,8 @@ impl std::fmt::Display for BenchReport {
         let read = if bytes < 1e8 { format!("{:.2} MB", bytes / 1e6) } else { format!("{:.2} GB", bytes / 1e9) };
         writeln!(
             f,
-            "{}, {} layers, experts {experts}, dense {dense}, kv {kv}: a token reads {read}",
-            self.model, self.layers
+            "{}, {} layers, experts {experts}, dense {dense}, kv {kv}: a token reads {read}; routing {}",
+            self.model, self.layers, self.routing
         )?;
         writeln!(f, "ready in {:.1} s, at most {:.1} GiB of RAM", self.ready_s, self.peak_ram_gib)?;
         if let Some(d) = &self.distinct_experts {
