@@ -16,6 +16,7 @@
 //! gpu           what goes where on a GPU
 //! budget        what fits
 //! assemble      weights and experts put together
+//! calibrate     what experts read of a text, for their conversion
 //! plan          all of this before anything is loaded
 //! ```
 //!
@@ -24,6 +25,7 @@
 mod assemble;
 mod budget;
 mod cache;
+pub mod calibrate;
 pub mod components;
 pub(crate) mod crews;
 pub mod experts;
@@ -54,7 +56,7 @@ use crate::machine::topology::Topology;
 use crate::machine::workers::Team;
 pub use assemble::assemble;
 pub use budget::{Budget, CpuPlan};
-pub use cache::{cache_dir, cache_job};
+pub use cache::{cache_dir, cache_job, calibrated, calibration_name};
 pub use folder::{Description, ModelFolder};
 pub(crate) use machine::{AMX_REFUSED, LEAST_BYTES};
 pub use machine::{Machine, machine};
@@ -119,7 +121,8 @@ pub fn load(folder: &ModelFolder, config: &EngineConfig, report: &(dyn Fn(LoadPr
     let experts = match spec.precision.clone() {
         None => None,
         Some(precision) => {
-            let job = cache_job(name, checkpoint, model, precision);
+            let calibration = config.calibrate.as_deref().map(calibration_name).transpose()?;
+            let job = calibrated(cache_job(name, checkpoint, model, precision), calibration.as_deref(), None);
             Some(convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?)
         }
     };

@@ -83,6 +83,35 @@ fn people_read_a_page() {
 }
 
 #[test]
+fn a_text_that_experts_are_calibrated_with_costs_less() {
+    let dir = tempfile::tempdir().unwrap();
+    let (text, short) = (dir.path().join("text.txt"), dir.path().join("short.txt"));
+    std::fs::write(&text, TEXT.repeat(60)).unwrap();
+    std::fs::write(&short, TEXT).unwrap();
+    let (text, short) = (text.to_str().unwrap(), short.to_str().unwrap());
+    let moebius = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_moebius"));
+        command.args(args).env("XDG_CACHE_HOME", dir.path()).env("HF_HOME", dir.path().join("hf"));
+        let output = command.env("HF_ENDPOINT", "http://127.0.0.1:1").output().unwrap();
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap())
+    };
+    let [_, few] = moebius(&["cache", "build", "demo", "--calibrate", short]);
+    assert!(few.contains("too few for 8 experts: give 256 at least"), "{few}");
+    let [_, absent] = moebius(&["eval", "demo", "--text", text, "--calibrate", text]);
+    assert!(absent.contains("build it with `moebius cache build`"), "{absent}");
+    let [path, stderr] = moebius(&["cache", "build", "demo", "--calibrate", text]);
+    assert!(path.trim_end().ends_with(".moebius"), "{path} {stderr}");
+    let [info, stderr] = moebius(&["cache", "info", "demo", "--calibrate", text]);
+    assert!(info.contains("calibrated with text.txt ("), "{info} {stderr}");
+    let loss = |more: &[&str]| {
+        let flags = ["--text", text, "--context", "64", "--json", "--against"];
+        json(&eval(dir.path(), &[&flags, more].concat()))["against"]["kl_mean"].as_f64().unwrap()
+    };
+    let [plain, calibrated] = [loss(&[]), loss(&["--calibrate", text])];
+    assert!(calibrated < 0.8 * plain, "{calibrated} of {plain}");
+}
+
+#[test]
 fn what_cannot_be_measured_is_refused_in_a_sentence() {
     let dir = tempfile::tempdir().unwrap();
     let text = text(dir.path());

@@ -70,6 +70,7 @@ fn measure(format: Format, layers: usize, parent: &Path) {
     let checkpoint = Checkpoint::open(dir.path()).expect("the checkpoint just written");
     let mut job = Job {
         weights_suffice: true,
+        calibration: None,
         checkpoint: &checkpoint,
         model: "synthetic".into(),
         hidden: HIDDEN,

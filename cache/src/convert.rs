@@ -13,14 +13,14 @@ mod expert;
 mod identity;
 
 pub use disk::free_bytes;
-pub use expert::{Tiles, rounding};
+pub use expert::{ExpertMoments, Tiles, packed, rounding};
 
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::Checkpoint;
 use crate::codec::Source;
 use crate::format::ExpertCache;
-use crate::pack::{ExpertKind, Precisions};
+use crate::pack::{ExpertKind, ExpertPrecision, Precision, Precisions};
 use crate::{Error, Result, threads};
 
 use self::disk::Lock;
@@ -47,7 +47,28 @@ pub struct Job<'a> {
     pub weights_suffice: bool,
     /// The layers with experts, in the model's order.
     pub layers: Vec<LayerSource>,
+    /// What codes are chosen for; `None`: for the weights themselves.
+    pub calibration: Option<Calibration<'a>>,
 }
+
+/// Inputs that a model's experts are to be right on.
+#[derive(Clone, Copy, Debug)]
+pub struct Calibration<'a> {
+    /// What they are, for people and in a cache's name: no two have the same.
+    pub name: &'a str,
+    /// Who computes them; `None`: the cache must be there.
+    pub inputs: Option<&'a dyn Inputs>,
+}
+
+/// Computes what experts read.
+pub trait Inputs: std::fmt::Debug + Sync {
+    /// Calls `take(layer index, what each of its experts reads)` for every layer, in order. Errors: those of `take`,
+    /// and its own as `Error::Invalid`.
+    fn each_layer(&self, take: &mut dyn FnMut(usize, OfExpert<'_>) -> Result<()>) -> Result<()>;
+}
+
+/// What an expert of a layer reads, computed when it is asked for.
+pub type OfExpert<'a> = &'a (dyn Fn(usize) -> ExpertMoments + Sync);
 
 /// The experts of one layer.
 #[derive(Clone, Debug)]
@@ -152,6 +173,15 @@ pub fn ensure(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Resu
     {
         return Ok(cache);
     }
+    if let Some(Calibration { name, inputs: None }) = job.calibration {
+        return Err(Error::Invalid(format!(
+            "{} has no {} cache that is calibrated with {name} in {}: build it with `moebius cache build` and the same \
+             flags",
+            job.model,
+            job.precision,
+            cache_dir.display()
+        )));
+    }
     build::build(job, &identity, cache_dir, progress)
 }
 
@@ -204,7 +234,16 @@ impl Job<'_> {
     /// Every precision fits the dimensions. Errors: `Error::Invalid`.
     fn check(&self) -> Result<()> {
         let layout = |precision| self.kind.layout(self.hidden, self.intermediate, precision).map(drop);
-        self.precision.distinct().into_iter().try_for_each(layout)
+        self.precision.distinct().into_iter().try_for_each(layout)?;
+        let is_chosen = |precision| matches!(precision, Precision::Int4 { .. } | Precision::Int8 { .. });
+        let chosen = |layer: &ExpertPrecision| is_chosen(layer.gate) && is_chosen(layer.down);
+        match self.calibration.is_none() || self.precision.distinct().iter().all(chosen) {
+            true => Ok(()),
+            false => Err(Error::Invalid(format!(
+                "codes of {} are not chosen, so there is nothing to calibrate: give --experts int4 or int8",
+                self.precision
+            ))),
+        }
     }
 
     /// Gate, up and down of an expert. Errors: `Error::Checkpoint` naming what is missing, misshapen or of an unknown
@@ -250,6 +289,13 @@ impl<'a> FoundJob<'a> {
             for expert in &layer.experts {
                 experts.push(job.sources(expert)?);
             }
+        }
+        let kept = || experts.iter().flatten().all(|source: &Source<'_>| source.kept_by().is_some());
+        if job.calibration.is_some() && kept() {
+            return Err(Error::Invalid(format!(
+                "{} is quantized already, and its codes are kept: calibrate a BF16, F16 or F32 checkpoint",
+                job.model
+            )));
         }
         Ok(Self { job, experts })
     }

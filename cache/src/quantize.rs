@@ -9,10 +9,12 @@
 //! candidates are compared by the last term alone. The largest-value scale is always among the results compared at the
 //! end, so the search never loses to it. MXFP4, which is kept and not chosen, takes that scale as it is.
 
+mod calibrated;
 mod lanes;
 
 use half::{bf16, f16};
 
+pub use self::calibrated::Moments;
 #[cfg(target_arch = "x86_64")]
 use self::lanes::{Avx2, Avx512};
 use self::lanes::{Lanes, Scalar};
@@ -30,6 +32,7 @@ pub struct Scratch {
     scales: Vec<f32>,
     weights: Vec<bf16>,
     blocks: Blocks,
+    calibrated: calibrated::Room,
 }
 
 /// Quantizes and packs the rows of one tile, 16 or, in the last tile, fewer: `rows` [<= 16, k], finite.
@@ -50,6 +53,23 @@ pub fn quantize_tile(layout: &MatrixLayout, rows: &[f32], scratch: &mut Scratch,
     scratch.codes.resize(rows.len(), 0);
     scratch.scales.resize(rows.len() / group_size, 0.0);
     quantize_rows(layout.precision, rows, &mut scratch.codes, &mut scratch.scales);
+    pack_tile(layout, Weights::Int { codes: &scratch.codes, scales: &scratch.scales }, out);
+}
+
+/// [`quantize_tile`] to INT4 or INT8, such that the matrix gives nearly what it gave on inputs with these moments.
+pub fn quantize_tile_for(
+    layout: &MatrixLayout,
+    rows: &[f32],
+    moments: &Moments,
+    scratch: &mut Scratch,
+    out: &mut [u8],
+) {
+    let group_size = layout.precision.group_size().expect("a precision with groups");
+    let Scratch { codes, scales, calibrated, .. } = scratch;
+    codes.resize(rows.len(), 0);
+    scales.resize(rows.len() / group_size, 0.0);
+    let tile = calibrated::Tile { weights: rows, codes: &mut codes[..], scales: &mut scales[..] };
+    calibrated::quantize(layout.precision, moments, tile, calibrated);
     pack_tile(layout, Weights::Int { codes: &scratch.codes, scales: &scratch.scales }, out);
 }
 

@@ -10,10 +10,10 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{INT4, Model, SMALL, files};
-use moebius_cache::convert::{self, ConvertPhase, Progress, ensure};
+use moebius_cache::convert::{self, Calibration, ConvertPhase, ExpertMoments, Inputs, Job, OfExpert, Progress, ensure};
 use moebius_cache::pack::unpack_expert;
-use moebius_cache::quantize::quantize_expert;
-use moebius_cache::{Checkpoint, Error, ExpertCache, Precision};
+use moebius_cache::quantize::{Moments, quantize_expert};
+use moebius_cache::{Checkpoint, Error, ExpertCache, Precision, Result};
 use tempfile::TempDir;
 
 fn f32s(bytes: &[u8]) -> Vec<f32> {
@@ -66,6 +66,41 @@ fn bf16_keeps_every_bit() {
     let cache = ensure(&SMALL.job(&checkpoint, Precision::Bf16), &cache_dir, &|_| ()).unwrap();
     let truth = [0, 1, 2].map(|part| f32s(&SMALL.weights(2, 3, part)));
     assert_eq!(unpack_expert(&cache.layout(0), cache.expert(1, 3)), truth);
+}
+
+/// Gives every expert the same inputs.
+#[derive(Debug)]
+struct SameInputs;
+
+impl Inputs for SameInputs {
+    fn each_layer(&self, take: &mut dyn FnMut(usize, OfExpert<'_>) -> Result<()>) -> Result<()> {
+        let of = |inputs: usize| Moments::of_squares(&(0..inputs).map(|i| (i % 7) as f32).collect::<Vec<_>>());
+        let moments = ExpertMoments { hidden: of(SMALL.hidden), intermediate: of(SMALL.intermediate) };
+        (0..SMALL.layers).try_for_each(|i| take(i, &|_| moments.clone()))
+    }
+}
+
+#[test]
+fn a_calibrated_cache_stands_beside_the_plain_one() {
+    let (_dir, model, cache_dir) = model_and_cache();
+    let checkpoint = Checkpoint::open(&model).unwrap();
+    let job = |name, inputs| Job { calibration: Some(Calibration { name, inputs }), ..SMALL.job(&checkpoint, INT4) };
+    let absent = ensure(&job("a text", None), &cache_dir, &|_| ()).unwrap_err().to_string();
+    assert!(absent.contains("no int4") && absent.contains("calibrated with a text"), "{absent}");
+    let plain = ensure(&SMALL.job(&checkpoint, INT4), &cache_dir, &|_| ()).unwrap();
+    let calibrated = ensure(&job("a text", Some(&SameInputs)), &cache_dir, &|_| ()).unwrap();
+    assert_ne!(plain.path(), calibrated.path());
+    assert_ne!(plain.expert(0, 0), calibrated.expert(0, 0));
+    assert_eq!(calibrated.header().source.as_ref().unwrap().calibration.as_deref(), Some("a text"));
+    // Found again without inputs; another text is another cache, and the plain one is still there.
+    assert_eq!(ensure(&job("a text", None), &cache_dir, &|_| ()).unwrap().path(), calibrated.path());
+    assert!(ensure(&job("another text", None), &cache_dir, &|_| ()).is_err());
+    ensure(&job("another text", Some(&SameInputs)), &cache_dir, &|_| ()).unwrap();
+    assert_eq!(SMALL.ensure(&model, &cache_dir).1, []);
+    assert_eq!(files(&cache_dir).len(), 3, "{:?}", files(&cache_dir));
+
+    let bf16 = Job { precision: Precision::Bf16.into(), ..job("a text", Some(&SameInputs)) };
+    assert!(ensure(&bf16, &cache_dir, &|_| ()).unwrap_err().to_string().contains("--experts int4"));
 }
 
 #[test]

@@ -17,6 +17,10 @@ class EngineOptions(TypedDict, total=False):
     group_size: Literal[32, 64, 128] | None
     """Inputs that share one scale [default: the checkpoint's group size, else the largest that divides]."""
 
+    calibrate: str | None
+    """Choose the experts' codes for what they read of this text, in UTF-8, or of the text that an importance matrix of
+    llama.cpp was made of; `moebius cache build` builds such a cache."""
+
     cache_dir: str | None
     """Directory of packed experts and the demo model [default: ~/.cache/moebius]."""
 

@@ -3,13 +3,16 @@
 use std::path::Path;
 
 use crate::config::{EngineConfig, PackedChoices};
+use crate::load::calibrate::{CalibrationText, ImportanceMatrix};
 use crate::load::components::{Component, components};
 use crate::load::{Description, LoadProgress, ModelFolder};
+use crate::machine::topology::Topology;
+use crate::text::tokenizer::Tokenizer;
 use crate::{Error, Result, hub, load, log};
-use moebius_cache::convert::{self, Job};
+use moebius_cache::convert::{self, Calibration, Job};
 use moebius_cache::format::ExpertCache;
 
-use super::args::complete;
+use super::args::{complete, read_text};
 use super::print_line;
 use super::terminal::Status;
 
@@ -42,25 +45,40 @@ pub(crate) struct BuildArgs {
 
 pub(crate) fn run(command: Command) -> Result<()> {
     match command {
-        Command::Build(BuildArgs { args, force }) => with_job(&args, |job, cache_dir, components| {
+        Command::Build(BuildArgs { args, force }) => with_job(&args, |job, folder, cache_dir, components| {
             let status = Status::new();
             let make = if force { convert::build } else { convert::ensure };
-            let cache = make(job, cache_dir, &|p| status.loading(LoadProgress::Convert(&p)))?;
+            let progress = |p: convert::Progress| status.loading(LoadProgress::Convert(&p));
+            let cache = match &args.packed.clone().over(EngineConfig::default()).calibrate {
+                Some(path) if path.extension().is_some_and(|extension| extension == "gguf") => {
+                    let matrix = ImportanceMatrix::read(path, &folder.model)?;
+                    let calibration = job.calibration.map(|it| Calibration { inputs: Some(&matrix), ..it });
+                    make(&Job { calibration, ..job }, cache_dir, &progress)?
+                }
+                Some(path) => {
+                    let machine = load::machine(&EngineConfig::default(), &Topology::read())?;
+                    let tokens = Tokenizer::of(&folder.description)?.encode(&read_text(path)?, false)?;
+                    let text = CalibrationText::new(folder, &machine, tokens)?;
+                    let calibration = job.calibration.map(|it| Calibration { inputs: Some(&text), ..it });
+                    make(&Job { calibration, ..job }, cache_dir, &progress)?
+                }
+                None => make(&job, cache_dir, &progress)?,
+            };
             drop(status);
             for component in components()?.iter().filter(|component| component.is_experts()) {
                 log::print(&component.to_string());
             }
             print_line(&cache.path().display().to_string())
         }),
-        Command::Verify(args) => with_job(&args, |job, cache_dir, _| {
-            let cache = built(job, cache_dir)?;
+        Command::Verify(args) => with_job(&args, |job, _, cache_dir, _| {
+            let cache = built(&job, cache_dir)?;
             let status = Status::new();
             cache.verify(&|done, total| status.report("verifying checksums", done, total, true))?;
             drop(status);
             print_line(&format!("{} is intact", cache.path().display()))
         }),
-        Command::Info(args) => with_job(&args, |job, cache_dir, components| {
-            describe(&built(job, cache_dir)?)?;
+        Command::Info(args) => with_job(&args, |job, _, cache_dir, components| {
+            describe(&built(&job, cache_dir)?)?;
             components()?.iter().enumerate().try_for_each(|(i, component)| {
                 print_line(&format!("{:10} {component}", if i == 0 { "components" } else { "" }))
             })
@@ -71,7 +89,7 @@ pub(crate) fn run(command: Command) -> Result<()> {
 /// Finds the model and its conversion, and calls `act` with both.
 fn with_job(
     args: &Args,
-    act: impl FnOnce(&Job<'_>, &Path, &dyn Fn() -> Result<Vec<Component>>) -> Result<()>,
+    act: impl FnOnce(Job<'_>, &ModelFolder, &Path, &dyn Fn() -> Result<Vec<Component>>) -> Result<()>,
 ) -> Result<()> {
     let config = complete(args.packed.clone().over(EngineConfig::default()))?;
     let cache_dir = load::cache_dir(&config)?;
@@ -80,8 +98,10 @@ fn with_job(
     let spec = folder.spec(&config)?;
     match spec.precision.clone() {
         Some(precision) => {
+            let calibration = config.calibrate.as_deref().map(load::calibration_name).transpose()?;
             let job = load::cache_job(name, checkpoint, model, precision);
-            act(&job, &cache_dir, &|| components(checkpoint, &spec))
+            let job = load::calibrated(job, calibration.as_deref(), None);
+            act(job, &folder, &cache_dir, &|| components(checkpoint, &spec))
         }
         None => Err(Error::Invalid(format!("{} has no routed experts: there is nothing to convert", args.model))),
     }
@@ -117,5 +137,9 @@ fn describe(cache: &ExpertCache) -> Result<()> {
         "source     {} ({})",
         source.map_or("random weights", |s| &s.dir),
         source.map_or("-", |s| &s.key)
-    ))
+    ))?;
+    match source.and_then(|source| source.calibration.as_ref()) {
+        Some(name) => print_line(&format!("calibrated with {name}")),
+        None => Ok(()),
+    }
 }

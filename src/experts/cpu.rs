@@ -147,6 +147,12 @@ impl CpuExperts {
         &self.epilogue
     }
 
+    /// What the `down` of the experts of the last layer read, a row for each pair of a token and an expert, in order of
+    /// experts, then of tokens; `[pairs, intermediate]`.
+    pub fn intermediate_rows(&self) -> &[f32] {
+        &self.buffers.hidden
+    }
+
     /// Goes on with another tuning.
     pub fn set_tuning(&mut self, tuning: Tuning) {
         self.buffers.results.resize(self.team.threads() * tuning.results(), 0.0);

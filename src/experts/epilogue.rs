@@ -66,6 +66,14 @@ impl Epilogue {
         Ok(Self { activations: model.moe_layers().map(|(_, moe)| moe.activation).collect(), biases })
     }
 
+    /// Each MoE layer's own, as of a model that has no other.
+    pub fn of_layers(self) -> impl Iterator<Item = Self> {
+        let mut biases = self.biases.into_iter();
+        let of_layer =
+            move |activation| Self { activations: vec![activation], biases: biases.next().into_iter().collect() };
+        self.activations.into_iter().map(of_layer)
+    }
+
     /// Of `gate`, `up` and `down` of a MoE layer, `[experts, rows]` each. `None`: there are none.
     #[cfg(feature = "cuda")]
     pub(super) fn biases(&self, layer: usize) -> Option<[&RowBias; 3]> {

@@ -1,10 +1,11 @@
 //! Where caches of packed experts are kept, and the conversion that makes one.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use moebius_cache::checkpoint::Checkpoint;
-use moebius_cache::convert::{ExpertSource, Job, LayerSource};
+use moebius_cache::convert::{Calibration, ExpertSource, Inputs, Job, LayerSource};
 use moebius_cache::pack::Precisions;
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::config::EngineConfig;
 use crate::model::{Activation, ModelConfig};
@@ -46,5 +47,19 @@ pub fn cache_job<'a>(
         precision: precision.into(),
         weights_suffice: !moe.expert_bias && moe.activation == Activation::Silu,
         layers: layers.collect(),
+        calibration: None,
     }
+}
+
+/// What tells a calibration file from others: its name and content.
+pub fn calibration_name(path: &Path) -> Result<String> {
+    let bytes = moebius_cache::file::read(path).map_err(Error::io(path))?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    Ok(format!("{name} ({:016x})", xxh3_64(&bytes)))
+}
+
+/// `job`, calibrated with the file of this [`calibration_name`], if there is one; `inputs` make a cache that is not
+/// there.
+pub fn calibrated<'a>(job: Job<'a>, name: Option<&'a str>, inputs: Option<&'a dyn Inputs>) -> Job<'a> {
+    Job { calibration: name.map(|name| Calibration { name, inputs }), ..job }
 }

@@ -10,7 +10,7 @@ use moebius_cache::pack::{ExpertKind, ExpertLayout, largest_group_size};
 use moebius_cache::quantize::quantize_expert;
 
 use super::LoadProgress;
-use super::cache::{cache_dir, cache_job};
+use super::cache::{cache_dir, cache_job, calibrated, calibration_name};
 use super::folder::{Description, ModelFolder};
 use super::machine::Machine;
 use super::place::place;
@@ -48,7 +48,8 @@ pub fn open_experts(
             .spec(config)?
             .precision
             .ok_or_else(|| Error::Invalid(format!("{name} is a dense model: give a model with routed experts")))?;
-        let job = cache_job(name, checkpoint, model, precision);
+        let calibration = config.calibrate.as_deref().map(calibration_name).transpose()?;
+        let job = calibrated(cache_job(name, checkpoint, model, precision), calibration.as_deref(), None);
         let cache = convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?;
         (cache, Epilogue::load(&machine.heap, checkpoint, model)?)
     };

@@ -17,7 +17,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::disk::{self, Lock, unwritable};
 use super::expert::ExpertBuffers;
 use super::identity::{self, Identity};
-use super::{ConvertPhase, FoundJob, OnProgress};
+use super::{ConvertPhase, FoundJob, OfExpert, OnProgress};
 use crate::codec::Source;
 use crate::cut::Listed;
 use crate::format::{self, Contents, ExpertCache, ExpertRecord, Header};
@@ -87,21 +87,27 @@ impl UnfinishedCache<'_> {
             let (converted, to_record) = mpsc::sync_channel::<(usize, Vec<ExpertRecord>)>(0);
             let record_all = move || to_record.iter().try_for_each(|(i, records)| self.record(i, &records));
             let recorder = std::thread::Builder::new().spawn_scoped(scope, record_all).map_err(threads::refused)?;
-            for i in 0..self.job.layers.len() {
+            let mut convert = |i: usize, moments: Option<OfExpert<'_>>| {
                 if records[i].is_some() {
-                    continue;
+                    return Ok(());
                 }
-                let of_layer = self.convert_layer(i, &workers, &|bytes| {
+                let of_layer = self.convert_layer(i, moments, &workers, &|bytes| {
                     progress(ConvertPhase::Converting.at(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total));
                 })?;
                 records[i] = Some(of_layer.clone());
-                if converted.send((i, of_layer)).is_err() {
-                    break; // the recorder has failed, and says why below
-                }
-            }
+                // Where the recorder has failed, it says why below.
+                converted.send((i, of_layer)).map_err(|_| Error::Invalid("nothing more can be written".into()))
+            };
+            let all = match self.job.calibration.and_then(|calibration| calibration.inputs) {
+                Some(inputs) => inputs.each_layer(&mut |i, moments| convert(i, Some(moments))),
+                None => (0..self.job.layers.len()).try_for_each(|i| convert(i, None)),
+            };
             drop(converted);
-            progress(ConvertPhase::Finishing.at(total, total));
-            recorder.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            if all.is_ok() {
+                progress(ConvertPhase::Finishing.at(total, total));
+            }
+            let recorded = recorder.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            recorded.and(all)
         })?;
         let records: Vec<ExpertRecord> = records.into_iter().flatten().flatten().collect();
         self.write(&self.header.encode(&records), 0)
@@ -149,6 +155,7 @@ impl UnfinishedCache<'_> {
     fn convert_layer(
         &self,
         i: usize,
+        moments: Option<OfExpert<'_>>,
         workers: &Mutex<Vec<ExpertBuffers>>,
         done: &(dyn Fn(u64) + Sync),
     ) -> Result<Vec<ExpertRecord>> {
@@ -158,7 +165,8 @@ impl UnfinishedCache<'_> {
             let parts = || sources.iter().flat_map(Source::parts);
             parts().for_each(|part| self.job.checkpoint.prefetch(part));
             let mut worker = lock().pop().unwrap_or_default();
-            let (packed, record) = worker.convert(&layout, sources)?;
+            let moments = moments.map(|moments| moments(number));
+            let (packed, record) = worker.convert(&layout, sources, moments.as_ref())?;
             self.write(packed, self.header.layers[i].offset + (number * layout.bytes()) as u64)?;
             lock().push(worker);
             parts().for_each(|part| self.job.checkpoint.release(part));

@@ -9,7 +9,23 @@ use crate::format::ExpertRecord;
 use crate::pack::{
     Blocks, ExpertKind, ExpertLayout, MatrixLayout, Precision, TILE_ROWS, Weights, pack_tile, unpack_matrix,
 };
-use crate::quantize::{Scratch, quantize_tile};
+use crate::quantize::{Moments, Scratch, quantize_tile, quantize_tile_for};
+
+/// What an expert reads of the text that it is calibrated for.
+#[derive(Clone, Debug)]
+pub struct ExpertMoments {
+    /// The input of `gate` and `up`.
+    pub hidden: Moments,
+    /// The input of `down`.
+    pub intermediate: Moments,
+}
+
+/// A whole expert, packed. Errors: `Error::Checkpoint` when a tensor cannot be decoded.
+pub fn packed(layout: &ExpertLayout, sources: &[Source<'_>; 3]) -> Result<Vec<u8>> {
+    let mut buffers = ExpertBuffers::default();
+    buffers.convert(layout, sources, None)?;
+    Ok(buffers.packed)
+}
 
 /// The buffers of one thread.
 #[derive(Default)]
@@ -19,35 +35,44 @@ pub(super) struct ExpertBuffers {
 }
 
 impl ExpertBuffers {
-    /// The packed bytes of an expert, and its hashes. Errors: `Error::Checkpoint` when a tensor cannot be decoded.
+    /// The packed bytes of an expert, for inputs with these moments where they are known, and its hashes. Errors:
+    /// `Error::Checkpoint` when a tensor cannot be decoded.
     pub(super) fn convert(
         &mut self,
         layout: &ExpertLayout,
         [gate, up, down]: &[Source<'_>; 3],
+        moments: Option<&ExpertMoments>,
     ) -> Result<(&[u8], ExpertRecord)> {
         self.packed.resize(layout.bytes(), 0);
         let end = layout.down_tile(layout.down.tiles());
         self.packed[end..].fill(0);
+        let [of_hidden, of_down] = [moments.map(|m| &m.hidden), moments.map(|m| &m.intermediate)];
         let [gate, up] = match layout.kind() {
             ExpertKind::Gated => [
-                self.matrix(&layout.gate, gate, |i| layout.gate_tile(i))?,
-                self.matrix(&layout.gate, up, |i| layout.up_tile(i))?,
+                self.matrix(&layout.gate, gate, of_hidden, |i| layout.gate_tile(i))?,
+                self.matrix(&layout.gate, up, of_hidden, |i| layout.up_tile(i))?,
             ],
             ExpertKind::Ungated => {
                 let all = MatrixLayout { n: layout.down.k, ..layout.gate };
-                [self.matrix(&all, up, |i| i * all.tile_bytes())?; 2]
+                [self.matrix(&all, up, of_hidden, |i| i * all.tile_bytes())?; 2]
             }
         };
-        let source = [gate, up, self.matrix(&layout.down, down, |i| layout.down_tile(i))?];
+        let source = [gate, up, self.matrix(&layout.down, down, of_down, |i| layout.down_tile(i))?];
         Ok((&self.packed, ExpertRecord { packed: xxh3_64(&self.packed), source }))
     }
 
     /// Packs one matrix, tile `i` to `place(i)`, and returns the hash of its source.
-    fn matrix(&mut self, layout: &MatrixLayout, source: &Source<'_>, place: impl Fn(usize) -> usize) -> Result<u64> {
+    fn matrix(
+        &mut self,
+        layout: &MatrixLayout,
+        source: &Source<'_>,
+        moments: Option<&Moments>,
+        place: impl Fn(usize) -> usize,
+    ) -> Result<u64> {
         let mut hasher = source.hasher(layout.tiles());
         for i in 0..layout.tiles() {
             hasher.step(i);
-            self.tiles.pack(layout, source, i, &mut self.packed[place(i)..][..layout.tile_bytes()])?;
+            self.tiles.pack_for(layout, source, moments, i, &mut self.packed[place(i)..][..layout.tile_bytes()])?;
         }
         Ok(hasher.finish())
     }
@@ -67,6 +92,18 @@ pub struct Tiles {
 impl Tiles {
     /// Tile `i` of `source`, whose shape is that of `layout`. Errors: `Error::Checkpoint` as [`Source::decode`].
     pub fn pack(&mut self, layout: &MatrixLayout, source: &Source<'_>, i: usize, out: &mut [u8]) -> Result<()> {
+        self.pack_for(layout, source, None, i, out)
+    }
+
+    /// The same, for inputs with these moments where they are known.
+    fn pack_for(
+        &mut self,
+        layout: &MatrixLayout,
+        source: &Source<'_>,
+        moments: Option<&Moments>,
+        i: usize,
+        out: &mut [u8],
+    ) -> Result<()> {
         let first = i * TILE_ROWS;
         let rows = TILE_ROWS.min(layout.n - first);
         let weights = rows * layout.k;
@@ -88,7 +125,10 @@ impl Tiles {
         }
         self.rows.resize(weights, 0.0);
         source.decode(first, &mut self.rows)?;
-        quantize_tile(layout, &self.rows, &mut self.scratch, out);
+        match moments {
+            Some(moments) => quantize_tile_for(layout, &self.rows, moments, &mut self.scratch, out),
+            None => quantize_tile(layout, &self.rows, &mut self.scratch, out),
+        }
         Ok(())
     }
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::{ConvertPhase, FoundJob, OnProgress, disk};
 use crate::codec::Source as Matrix;
@@ -36,14 +36,22 @@ impl Identity {
         let dir = job.checkpoint.dir();
         let dir = dir.canonicalize().map_err(Error::io(dir))?.to_string_lossy().into_owned();
         Ok(Self {
-            source: Source { key: key(job)?, dir, files: file_states(job)?, weights_suffice: job.weights_suffice },
+            source: Source {
+                key: key(job)?,
+                dir,
+                files: file_states(job)?,
+                weights_suffice: job.weights_suffice,
+                calibration: job.calibration.map(|calibration| calibration.name.to_string()),
+            },
             precision: job.precision.clone(),
         })
     }
 
     /// End of the names of all files that belong to this content and precision, without their extension.
     pub(super) fn suffix(&self) -> String {
-        format!("{}-{}", self.source.key, self.precision)
+        let calibration = self.source.calibration.iter();
+        let calibration: String = calibration.map(|name| format!("-{:016x}", xxh3_64(name.as_bytes()))).collect();
+        format!("{}-{}{calibration}", self.source.key, self.precision)
     }
 
     /// Name of the cache file.
@@ -63,7 +71,7 @@ impl Identity {
 
     /// Whether a cache of that precision, made from `source`, is an older one of this checkpoint.
     pub(super) fn replaces(&self, precision: &Precisions, source: &Source) -> bool {
-        *precision == self.precision && source.dir == self.source.dir
+        (precision, &source.dir, &source.calibration) == (&self.precision, &self.source.dir, &self.source.calibration)
     }
 
     /// Whether the source files are in the state in which they were when this was made.

@@ -93,6 +93,9 @@ pub struct Source {
     /// As [`Job::weights_suffice`](crate::convert::Job::weights_suffice); where a file does not say, they do.
     #[serde(default = "yes")]
     pub weights_suffice: bool,
+    /// The [`Calibration`](crate::convert::Calibration)'s name; `None`: codes are nearest to the weights themselves.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<String>,
 }
 
 fn yes() -> bool {

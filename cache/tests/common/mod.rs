@@ -58,6 +58,7 @@ impl Model {
             precision: precision.into(),
             weights_suffice: true,
             layers,
+            calibration: None,
         }
     }
 
