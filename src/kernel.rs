@@ -274,8 +274,8 @@ pub trait Kernel: Send + Sync {
 
     /// `state = decay * state + b x^T; out = state^T c`.
     ///
-    /// Shapes: `state` `[b.len(), x.len()]`, `b` and `c` of one length, `out` as `x`. Order: sums over `b` ascending, by
-    /// fma from zero.
+    /// Shapes: `state` `[b.len(), x.len()]`, `b` and `c` of one length, `out` as `x`. Order: sums over `b` ascending,
+    /// by fma from zero.
     fn ssm_step(&self, state: &mut [f32], token: &SsmToken<'_>, out: &mut [f32]);
 
     /// `x = exp(x - max)`; returns the sum, in the order of [`dot_f32`](Kernel::dot_f32).
