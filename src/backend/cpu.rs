@@ -84,8 +84,9 @@ impl Cpu {
     }
 }
 
-/// Numbers of a tensor below which an op on its rows is not worth waking the team for.
-const PARALLEL: usize = 1 << 15;
+/// Numbers of a tensor below which an op on its rows is not worth a dispatch. Few: rows come from the caches of other
+/// cores, which one thread alone would wait for one after the other.
+const PARALLEL: usize = 1 << 13;
 
 impl Cpu {
     /// `work(t, row t of out, scratch)` for every row, on all workers if there is much to do.

@@ -46,8 +46,8 @@ pub use tuning::Tuning;
 /// Place of an id that is no expert.
 const NO_PAIR: u32 = u32::MAX;
 
-/// Below this many values one thread converts faster than a team wakes.
-const PARALLEL_VALUES: usize = 1 << 14;
+/// Below this many values one thread converts faster than a dispatch takes.
+const PARALLEL_VALUES: usize = 1 << 13;
 
 /// All routed experts of a model, computed where they lie.
 pub struct CpuExperts {
