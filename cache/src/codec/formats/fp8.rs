@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(parts(13_568, 128, 106), (13_568, 106));
         assert_eq!(parts(14_848, 128, 116), (14_848, 116));
         assert_eq!(parts(200, 128, 2), (200, 2));
-        assert_eq!(parts(200, 128, 5), (200, 2), "which the scales' shape then refuses");
+        assert_eq!(parts(200, 128, 7), (200, 2), "which the scales' shape then refuses");
     }
 
     /// All 256 of them by the definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; the last of each sign is
