@@ -17,8 +17,7 @@
 //       n choices are replaced by given ones.
 #include "common.cuh"
 
-constexpr int MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_GROUPS = 32, TOKENS = 4, FEW = 8,
-              CHOICES = 256;
+constexpr int MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_GROUPS = 32, TOKENS = 4, FEW = 8, CHOICES = 256;
 static_assert(MAX_TOP_K <= WARP && MAX_GROUPS <= WARP, "a lane for each");
 
 struct RouterShape {

@@ -252,8 +252,8 @@ engine_config! {
         /// Inputs that share one scale [default: the checkpoint's group size, else the largest that divides].
         #[arg(long, value_parser = choice_of(&GROUP_SIZES))]
         group_size: Option<usize>,
-        /// Choose the experts' codes for what they read of this text, in UTF-8, or of the text that an importance matrix
-        /// of llama.cpp was made of; `moebius cache build` builds such a cache.
+        /// Choose the experts' codes for what they read of this text, in UTF-8, or of the text that an importance
+        /// matrix of llama.cpp was made of; `moebius cache build` builds such a cache.
         #[arg(long, value_name = "FILE.txt|imatrix.gguf")]
         calibrate: Option<PathBuf>,
         /// Directory of packed experts and the demo model [default: ~/.cache/moebius].

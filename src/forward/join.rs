@@ -42,8 +42,8 @@ pub(super) enum Through<'a, B: Backend> {
     Norm((&'a B::Norm, f32), f32),
     /// `x_s += share_s * result` for every stream; shares `[T, streams]`, f32.
     Shares(&'a B::Tensor),
-    /// `x_k = post_k * result + sum over j of C_jk x_j`, as [`Connections`](crate::model::Connections) say; `pre`, `post`
-    /// and `C` are `[T, rows]`, f32.
+    /// `x_k = post_k * result + sum over j of C_jk x_j`, as [`Connections`](crate::model::Connections) say; `pre`,
+    /// `post` and `C` are `[T, rows]`, f32.
     Connected(&'a B::Tensor),
 }
 

@@ -77,7 +77,8 @@ pub fn config(name: &str) -> Value {
         "nemotron-h" => base(
             "nemotron_h",
             json!({"num_hidden_layers": 5, "hybrid_override_pattern": "MEM*E", "n_routed_experts": 8,
-                "moe_latent_size": 64, "mamba_num_heads": 8, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2}),
+                "moe_latent_size": 64, "mamba_num_heads": 8, "mamba_head_dim": 24, "ssm_state_size": 16,
+                "n_groups": 2}),
         ),
         "kimi-linear" => {
             let linear = json!({"kda_layers": [1, 2], "num_heads": 3, "head_dim": 32, "short_conv_kernel_size": 4});
