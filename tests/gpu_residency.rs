@@ -1,4 +1,4 @@
-//! Experts that are chosen most come to live on the GPU: in decode at once, and at the next start.
+//! Experts that are chosen most come to live on the GPU: while the model runs, and at the next start.
 //!
 //! Runs on a GPU, or on kernels/emulator where there is none.
 #![cfg(feature = "cuda")]
