@@ -257,11 +257,13 @@ impl ActivationRows<'_> {
     }
 
     /// Where the codes of a row begin; its next 64 inputs lie `64 * stride` further on.
+    #[inline]
     pub(super) fn codes(&self, row: usize) -> *const i8 {
         self.codes[(self.first + row) * CODES..].as_ptr()
     }
 
     /// Where the parts of a row begin; its next 32 inputs lie `words * stride` further on.
+    #[inline]
     pub(super) fn parts(&self, row: usize) -> *const f32 {
         self.parts[(self.first + row) * self.words..].as_ptr()
     }

@@ -139,6 +139,7 @@ impl Distances {
 
 /// The row of a precision, whose number is a constant of the functions that are compiled for it.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)] // as all of these: hot loops have rows as constants, and a call there costs a tenth of a decode step
 pub(super) const fn row(number: usize) -> Row {
     Row::ALL[number]
 }
@@ -177,6 +178,7 @@ pub(super) const INTEGER_ROWS: usize = {
 
 /// What makes codes unsigned, for instructions that want them so: stored with integers, looked up with tables.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn bias(number: usize) -> i32 {
     -(row(number).codes.range()[0] as i32)
 }
@@ -189,18 +191,21 @@ pub(super) const fn largest(number: usize) -> i32 {
 
 /// Bits of a code, but for an odd one.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn even_bits(number: usize) -> usize {
     row(number).codes.bits() / 2 * 2
 }
 
 /// Whether codes are looked up.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn is_table(number: usize) -> bool {
     row(number).codes.table().is_some()
 }
 
 /// The grid whose places codes are. Panics: they are none (a bug).
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn grid(number: usize) -> Grid {
     match row(number).codes {
         CodeType::Grid(grid) => grid,
@@ -210,12 +215,14 @@ pub(super) const fn grid(number: usize) -> Grid {
 
 /// Whether codes are places in a grid.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn is_grid(number: usize) -> bool {
     matches!(row(number).codes, CodeType::Grid(_))
 }
 
 /// What four bits of a table stand for, `add` added; of a grid what is added; zeros where there is none.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn table(codes: CodeType, add: i32) -> [i8; 16] {
     let mut table = match codes.table() {
         Some(table) => *table,
@@ -232,12 +239,14 @@ pub(super) const fn table(codes: CodeType, add: i32) -> [i8; 16] {
 
 /// Bytes of the lines of 16 inputs, but for an odd bit's.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn half_bytes(number: usize) -> usize {
     even_bits(number) * 32
 }
 
 /// From the lines of one half of a block of 32 inputs to those of the next.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn step(number: usize, half: usize) -> usize {
     if is_grid(number) {
         return row(number).codes.bytes(16); // for prefetching alone
@@ -247,6 +256,7 @@ pub(super) const fn step(number: usize, half: usize) -> usize {
 
 /// Lines of 64 bytes that a half of a block brings.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn half_lines(number: usize, half: usize) -> usize {
     step(number, half).div_ceil(64)
 }
@@ -274,6 +284,7 @@ impl<'a> Scales<'a> {
 
 /// Where the words of block `block` of 32 inputs begin in the lines of a grid's codes, and those of its super-block.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn grid_at(number: usize, block: usize) -> (usize, usize) {
     let first = block / 8 * grid(number).words() * 64;
     (first + block % 8 * grid(number).block_words() * 64, first)
