@@ -7,7 +7,7 @@
 //!             moments of each expert's inputs ─▶ its codes, while the reader goes on with attention
 //! ```
 //!
-//! The text is one pass of sequences of [`WINDOW`] tokens, so each layer's experts are read once, and one layer of them
+//! The text is one pass of sequences of `WINDOW` tokens, so each layer's experts are read once, and one layer of them
 //! is in memory.
 
 use std::path::Path;
