@@ -110,7 +110,7 @@ impl std::fmt::Display for Choice {
     }
 }
 
-/// Measures, on a team of one worker per core, with `sample` bytes of weights. Takes less than half a second.
+/// Measures, on a team of one worker per core, with `sample` bytes of weights. The turns add up to a fifth of a second.
 ///
 /// Errors: `Error::Resources` where there is no such memory.
 pub(crate) fn measure(
