@@ -6,6 +6,7 @@ use moebius::backend::{DeltaInputs, DeltaRule, Load, Recur};
 use moebius::model::{DeltaGate, DeltaNet, Facts};
 
 use crate::common;
+use crate::steps::steps;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, device, need_gpu, random};
 
 const HIDDEN: usize = 72;
@@ -16,10 +17,6 @@ const RULE: Within = Within { each: 2.0 * ROUNDING, of_rms: 48.0 * ROUNDING, rms
 
 /// The sums differ by about 2^-16 before they are rounded to bf16, twice.
 const IN_CHUNKS: Within = Within { each: 4.0 * ROUNDING, of_rms: ROUNDING, rms: 0.2 * ROUNDING };
-
-/// Tokens of each sequence in a step; their positions go on from step to step. A sequence's slot is its number, from
-/// the last down.
-const STEPS: &[&[usize]] = &[&[5, 1, 133, 16], &[1, 1, 1, 1], &[3, 66, 1, 17], &[1, 2, 3, 4]];
 
 /// What gated DeltaNet has beside its projections.
 fn rule(config: &DeltaNet) -> DeltaRule<'static> {
@@ -42,15 +39,9 @@ fn check_rule(sides: &Sides, config: &DeltaNet) {
         let mut state = b.state(4, config.state().unwrap()).unwrap();
         #[allow(clippy::let_unit_value)] // on the CPU it is nothing
         let mut scratch = b.delta_scratch(config, 256).unwrap();
-        let mut starts = [0; 4];
         let mut all = Vec::new();
-        for (i, step) in STEPS.iter().enumerate() {
-            let mut batch = Batch::default();
-            for (s, &tokens) in step.iter().enumerate() {
-                batch.push(&vec![1; tokens], starts[s], &[0; 4]).slot = 3 - s;
-                starts[s] += tokens;
-            }
-            let (rows, seed) = (batch.len(), 80 + 10 * i as u64);
+        for (batch, seed) in steps() {
+            let rows = batch.len();
             let (h, z) =
                 (b.filled(HIDDEN, &random(rows * HIDDEN, seed)), b.filled(values, &random(rows * values, seed + 1)));
             let qkv = b.filled(channels, &random(rows * channels, seed + 2));

@@ -1,18 +1,14 @@
 //! Kimi delta attention: ragged batches from zeros and from a kept state.
 
-use moebius::backend::batch::Batch;
 use moebius::backend::{KdaInputs, KdaRule, Load, Recur};
 use moebius::model::{Facts, Kda, KdaDecay};
 
 use crate::common;
+use crate::steps::steps;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, random};
 
 /// What is normed is rounded before, which makes much of it where a head reads little.
 const RULE: Within = Within { each: 2.0 * ROUNDING, of_rms: 48.0 * ROUNDING, rms: 1.5 * ROUNDING };
-
-/// Tokens of each sequence in a step; their positions go on from step to step. A sequence's slot is its number, from
-/// the last down.
-const STEPS: &[&[usize]] = &[&[5, 1, 133, 16], &[1, 1, 1, 1], &[3, 66, 1, 17], &[1, 2, 3, 4]];
 
 fn check_rule(sides: &Sides, config: &Kda) {
     let (inner, heads) = (config.inner_dim(), config.num_heads);
@@ -24,15 +20,9 @@ fn check_rule(sides: &Sides, config: &Kda) {
         let rates = b.load_norm(rates.into()).unwrap();
         let (dt_bias, weight) = (norm(inner, 74, 2.0), norm(config.head_dim, 75, 1.0));
         let mut state = b.state(4, config.state().unwrap()).unwrap();
-        let mut starts = [0; 4];
         let mut all = Vec::new();
-        for (i, step) in STEPS.iter().enumerate() {
-            let mut batch = Batch::default();
-            for (s, &tokens) in step.iter().enumerate() {
-                batch.push(&vec![1; tokens], starts[s], &[0; 4]).slot = 3 - s;
-                starts[s] += tokens;
-            }
-            let (rows, seed) = (batch.len(), 80 + 10 * i as u64);
+        for (batch, seed) in steps() {
+            let rows = batch.len();
             let part = |cols: usize, n: u64| b.filled(cols, &random(rows * cols, seed + n));
             let (qkv, decay, gate) = (part(3 * inner, 0), part(inner, 1), part(inner, 2));
             let beta = b.filled_f32(heads, &random(rows * heads, seed + 3));

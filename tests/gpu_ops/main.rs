@@ -19,4 +19,5 @@ mod products;
 mod routing;
 mod rows;
 mod select;
+mod steps;
 mod streams;
