@@ -7,7 +7,7 @@ use moebius::backend::batch::Batch;
 const STEPS: &[[usize; 4]] = &[[5, 1, 133, 16], [1, 1, 1, 1], [3, 66, 1, 17], [1, 2, 3, 4]];
 
 /// The batch of each step, and a seed for its numbers.
-pub fn steps() -> impl Iterator<Item = (Batch, u64)> {
+pub(crate) fn steps() -> impl Iterator<Item = (Batch, u64)> {
     let mut starts = [0; 4];
     STEPS.iter().enumerate().map(move |(i, step)| {
         let mut batch = Batch::default();
