@@ -79,13 +79,14 @@ fn codes(targets: &[String]) -> String {
 
 /// The commit of a release. Other builds do not look for it: each commit would have everything compiled again.
 fn commit(root: &Path) -> String {
-    let log = root.join(".git/logs/HEAD");
-    if !is_release() || !log.is_file() {
-        return "unknown".into();
-    }
+    let git = |arguments: &[&str]| {
+        let output = Command::new("git").arg("rev-parse").args(arguments).current_dir(root).output().ok()?;
+        output.status.success().then(|| text(&output.stdout).trim().to_string())
+    };
+    let log = is_release().then(|| git(&["--git-path", "logs/HEAD"])).flatten().map(|path| root.join(path));
+    let Some(log) = log.filter(|log| log.is_file()) else { return "unknown".into() };
     println!("cargo:rerun-if-changed={}", log.display());
-    let git = Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).current_dir(root).output();
-    git.ok().filter(|git| git.status.success()).map_or("unknown".into(), |git| text(&git.stdout).trim().into())
+    git(&["--short=12", "HEAD"]).unwrap_or("unknown".into())
 }
 
 fn is_release() -> bool {
