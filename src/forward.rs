@@ -208,6 +208,7 @@ impl<B: Backend> Layer<'_, B> {
 
         let of_layer = ffn::Layer {
             config: &config.ffn,
+            batch,
             weights: &weights.ffn,
             chosen: choices.zip(experts.as_ref()).map(|(choices, (_, number))| choices.of(*number, part.rows.start)),
             experts: experts.as_mut().map(|(experts, number)| (&mut **experts, *number)),

@@ -20,4 +20,4 @@ pub use attention::*;
 pub use config::{LayerConfig, ModelConfig, Names, Norm, Residual};
 pub use ffn::{Activation, Ffn, GroupScore, Groups, Mlp, Moe, Router, Scoring, SharedExpert};
 pub use rope::{Llama3, Rope, RopeScaling, Yarn};
-pub use streams::{Connections, Hash, Mixer, Ngrams, StreamShape};
+pub use streams::{Connections, Hash, LastRead, Mixer, Ngrams, StreamShape};

@@ -52,6 +52,7 @@ fn configs() -> Vec<Value> {
         "kimi_linear",
         "bailing_hybrid",
         "glm5_next",
+        "deepseek_v4",
     ];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
     let dirs = FIXTURES
@@ -224,6 +225,7 @@ fn numbers_beyond_reason_are_named() {
     let cohere = named("cohere2_moe");
     let (kimi, ling) = (named("kimi_linear"), named("bailing_hybrid"));
     let (nemotron, granite) = (named("nemotron_h"), named("granitemoehybrid"));
+    let v4 = named("deepseek_v4");
     let [llama4, gemma, glm5] = ["llama4", "gemma4", "glm5_next"].map(|name| named(name)["text_config"].clone());
     for (config, field, value) in [
         (&glm, "partial_rotary_factor", json!(1.5)),
@@ -280,6 +282,15 @@ fn numbers_beyond_reason_are_named() {
         (&glm5, "index_kpool", json!(7)),
         (&glm5, "indexer_types", json!(["full", "shared", "full", "full"])),
         (&glm5, "qk_rope_head_dim", json!(64)),
+        (&v4, "compress_ratios", json!([0, 4, 16])),
+        (&v4, "compress_ratios", json!([0, 4, -16, 4])),
+        (&v4, "o_groups", json!(3)),
+        (&v4, "sliding_window", json!(0)),
+        (&v4, "sliding_window", json!(1 << 20)),
+        (&v4, "index_head_dim", json!(8)),
+        (&v4, "head_dim", json!(8)),
+        (&v4, "scoring_func", json!("sigmoid")),
+        (&v4, "num_key_value_heads", json!(2)),
         (&nemotron, "mlp_hidden_act", json!("silu")),
         (&nemotron, "use_bias", json!(true)),
         (&nemotron, "mamba_num_heads", json!(4097)),

@@ -12,7 +12,7 @@ use moebius::load::{LoadProgress, Loaded};
 
 /// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width,
 /// latents of chosen positions, chosen blocks for each KV head, streams with n-grams and chosen units, Mamba-2 and
-/// experts without a gate, Kimi delta attention, connected streams with units by gates.
+/// experts without a gate, Kimi delta attention, connected streams with units by gates, entries of several positions.
 const MODELS: &[&str] = &[
     "moe-gqa",
     "moe-mla",
@@ -25,6 +25,7 @@ const MODELS: &[&str] = &[
     "nemotron-h",
     "kimi-linear",
     "glm-5.3-flash",
+    "deepseek-v4",
 ];
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {

@@ -243,6 +243,16 @@ fn glm5_next() {
 }
 
 #[test]
+fn deepseek_v4() {
+    check("deepseek_v4");
+}
+
+#[test]
+fn deepseek_v4_fp4() {
+    check("deepseek_v4_fp4");
+}
+
+#[test]
 fn qwen4_exp() {
     check("qwen4_exp");
 }

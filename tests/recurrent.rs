@@ -30,16 +30,19 @@ fn config() -> EngineConfig {
     }
 }
 
-fn loaded() -> Loaded {
-    let loaded = load::load(&folder("qwen3_next", &fixture_dir("qwen3_next")), &config(), &|_| {}).unwrap();
+/// A delta rule's matrices; windows of keys and entries that are not whole.
+const MODELS: [&str; 2] = ["qwen3_next", "deepseek_v4"];
+
+fn loaded(model: &str) -> Loaded {
+    let loaded = load::load(&folder(model, &fixture_dir(model)), &config(), &|_| {}).unwrap();
     assert!(loaded.model.config().has_recurrent_state());
     loaded
 }
 
-fn start(change: impl FnOnce(&mut Loaded)) -> EngineHandle {
-    let mut loaded = loaded();
+fn start(model: &str, change: impl FnOnce(&mut Loaded)) -> EngineHandle {
+    let mut loaded = loaded(model);
     change(&mut loaded);
-    engine::start_loaded("qwen3_next", loaded, &config(), Vec::new(), Instant::now()).unwrap()
+    engine::start_loaded(model, loaded, &config(), Vec::new(), Instant::now()).unwrap()
 }
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {
@@ -53,8 +56,8 @@ fn answer(engine: &EngineHandle, request: &Request) -> Vec<u32> {
 }
 
 /// Each answered by an engine that has seen nothing else.
-fn fresh(requests: &[Request]) -> Vec<Vec<u32>> {
-    requests.iter().map(|request| answer(&start(|_| {}), request)).collect()
+fn fresh(model: &str, requests: &[Request]) -> Vec<Vec<u32>> {
+    requests.iter().map(|request| answer(&start(model, |_| {}), request)).collect()
 }
 
 #[test]
@@ -66,12 +69,14 @@ fn one_after_the_other() {
         seeded(prompt(1, 3), 20, 3),
         seeded(prompt(70, 1), 20, 1),
     ];
-    let want = fresh(&requests);
-    assert_ne!(want[0], want[1]);
-    let engine = start(|_| {});
-    for _ in 0..2 {
-        for (request, want) in requests.iter().zip(&want) {
-            assert_eq!(&answer(&engine, request), want);
+    for model in MODELS {
+        let want = fresh(model, &requests);
+        assert_ne!(want[0], want[1]);
+        let engine = start(model, |_| {});
+        for _ in 0..2 {
+            for (request, want) in requests.iter().zip(&want) {
+                assert_eq!(&answer(&engine, request), want, "{model}");
+            }
         }
     }
 }
@@ -80,13 +85,15 @@ fn one_after_the_other() {
 fn after_a_cancelled_one() {
     let _alone = alone();
     let request = seeded(prompt(50, 4), 20, 4);
-    let want = fresh(std::slice::from_ref(&request)).remove(0);
-    let engine = start(|_| {});
-    for i in 0..6 {
-        let mut cancelled = engine.submit(greedy(prompt(90 + i, 5), 300)).unwrap();
-        assert!(matches!(cancelled.blocking_recv(), Some(Event::Token(..))));
-        drop(cancelled);
-        assert_eq!(answer(&engine, &request), want);
+    for model in MODELS {
+        let want = fresh(model, std::slice::from_ref(&request)).remove(0);
+        let engine = start(model, |_| {});
+        for i in 0..6 {
+            let mut cancelled = engine.submit(greedy(prompt(90 + i, 5), 300)).unwrap();
+            assert!(matches!(cancelled.blocking_recv(), Some(Event::Token(..))));
+            drop(cancelled);
+            assert_eq!(answer(&engine, &request), want, "{model}");
+        }
     }
 }
 
@@ -96,11 +103,13 @@ fn beside_others() {
     let _alone = alone();
     let requests: Vec<_> =
         (0..8).map(|i| seeded(prompt([3, 120, 64, 40, 1, 65, 200, 9][i], i as u32), 25, i as u64)).collect();
-    let want = fresh(&requests);
-    let engine = start(|_| {});
-    let together: Vec<_> = requests.iter().map(|request| engine.submit(again(request)).unwrap()).collect();
-    for (i, (events, want)) in together.into_iter().zip(&want).enumerate() {
-        assert_eq!(&read(events).0, want, "request {i}");
+    for model in MODELS {
+        let want = fresh(model, &requests);
+        let engine = start(model, |_| {});
+        let together: Vec<_> = requests.iter().map(|request| engine.submit(again(request)).unwrap()).collect();
+        for (i, (events, want)) in together.into_iter().zip(&want).enumerate() {
+            assert_eq!(&read(events).0, want, "{model}, request {i}");
+        }
     }
 }
 
@@ -110,11 +119,13 @@ fn beside_others() {
 fn sent_back_and_read_again() {
     let _alone = alone();
     let requests: Vec<_> = (0..4).map(|i| seeded(prompt(100 + i, i as u32), 120, i as u64)).collect();
-    let want = fresh(&requests);
-    let engine = start(|loaded| loaded.kv_blocks = 512 / BLOCK_SIZE);
-    let together: Vec<_> = requests.iter().map(|request| engine.submit(again(request)).unwrap()).collect();
-    for (i, (events, want)) in together.into_iter().zip(&want).enumerate() {
-        assert_eq!(&read(events).0, want, "request {i}");
+    for model in MODELS {
+        let want = fresh(model, &requests);
+        let engine = start(model, |loaded| loaded.kv_blocks = 512 / BLOCK_SIZE);
+        let together: Vec<_> = requests.iter().map(|request| engine.submit(again(request)).unwrap()).collect();
+        for (i, (events, want)) in together.into_iter().zip(&want).enumerate() {
+            assert_eq!(&read(events).0, want, "{model}, request {i}");
+        }
     }
 }
 
@@ -122,12 +133,17 @@ fn sent_back_and_read_again() {
 #[test]
 fn the_same_logits_twice() {
     let _alone = alone();
-    let mut loaded = loaded();
     let wanted = Wanted { logits: true, ..Default::default() };
     let tokens = prompt(150, 6);
-    let first = capture(&mut loaded, &tokens, &wanted, 512).unwrap().logits;
-    for chunk in [512, 64, 7, 1] {
-        capture(&mut loaded, &prompt(33, chunk as u32), &wanted, 512).unwrap();
-        assert!(capture(&mut loaded, &tokens, &wanted, chunk).unwrap().logits == first, "chunks of {chunk}");
+    for model in MODELS {
+        let mut loaded = loaded(model);
+        let first = capture(&mut loaded, &tokens, &wanted, 512).unwrap().logits;
+        for chunk in [512, 64, 7, 1] {
+            capture(&mut loaded, &prompt(33, chunk as u32), &wanted, 512).unwrap();
+            assert!(
+                capture(&mut loaded, &tokens, &wanted, chunk).unwrap().logits == first,
+                "{model}, chunks of {chunk}"
+            );
+        }
     }
 }

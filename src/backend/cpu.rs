@@ -4,6 +4,7 @@
 //! memory, load             activations; weights
 //! dense                    ops on rows
 //! attend on kv, softmax    attention; its cache, its tiles
+//! compress                 entries of several positions
 //! select                   the positions that queries attend to
 //! recur, kda, mamba2       DeltaNet, Kimi delta attention, Mamba-2
 //! streams                  several residual streams
@@ -11,6 +12,7 @@
 //! ```
 
 mod attend;
+mod compress;
 mod dense;
 mod kda;
 mod kv;
@@ -34,11 +36,12 @@ use crate::machine::heap::Heap;
 use crate::machine::workers::Team;
 
 pub use attend::{Gathered, LatentScratch};
+pub use compress::Entries;
 pub(crate) use dense::activate;
 pub use kv::Kv;
 #[cfg(feature = "cuda")]
 pub(crate) use load::packed;
-pub use load::{DeltaNet, Embedding, LatentUp, Linear};
+pub use load::{DeltaNet, Embedding, Heads, LatentUp, Linear};
 pub(crate) use record::op_times;
 pub use recur::State;
 pub use select::{Chosen, Index};

@@ -9,6 +9,7 @@
 //! attend                         attention, on top of
 //!   attend_latent, attend_wgmma    the two ways of latent attention; Hopper's kernels
 //!   select                         the positions that queries attend to
+//! compress                       entries of several positions
 //! recur, streams                 DeltaNet; several residual streams
 //! route, record                  experts for each token; graphs and steering
 //! ```
@@ -21,6 +22,7 @@ mod attend;
 mod attend_latent;
 mod attend_wgmma;
 mod batch;
+mod compress;
 mod dense;
 mod library;
 mod load;

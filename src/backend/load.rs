@@ -16,12 +16,14 @@ pub struct RouterTensors<'a> {
     pub correction_bias: Option<HostTensor<'a>>,
     /// Multiplies the experts' weights.
     pub expert_scale: Option<HostTensor<'a>>,
+    /// Each token's experts, `[vocab, top_k]`, where a table has them: whole numbers.
+    pub by_token: Option<HostTensor<'a>>,
 }
 
 impl<'a> RouterTensors<'a> {
     /// A router that has nothing but its weight.
     pub fn of(weight: HostTensor<'a>) -> Self {
-        Self { weight, bias: None, correction_bias: None, expert_scale: None }
+        Self { weight, bias: None, correction_bias: None, expert_scale: None, by_token: None }
     }
 }
 
@@ -52,6 +54,8 @@ impl DeltaRule<'_> {
 pub trait Load: Memory {
     /// Weights of `y = W x + b`.
     type Linear: Send;
+    /// Weights of several products, each of a part of the columns.
+    type Groups: Send;
     /// `kv_b_proj`, which makes keys and values of latents, and the configuration of latent attention.
     type LatentUp: Send;
     /// Weights of gated DeltaNet other than its projections, and its configuration.
@@ -70,6 +74,11 @@ pub trait Load: Memory {
         bias: Option<HostTensor<'_>>,
         bits: DenseBits,
     ) -> Result<Self::Linear>;
+    /// Takes over the rows of `groups` weights of one shape, one after the other, in the given precision. Errors: as
+    /// [`Load::load_linear`].
+    fn load_groups(&self, _groups: usize, _weight: HostTensor<'_>, _bits: DenseBits) -> Result<Self::Groups> {
+        panic!("a device without products of groups refuses models that have some");
+    }
     /// Takes over `kv_b_proj`, `[heads * (nope + v), rank]`, kept at 16 bits: of each head first the rows that make a
     /// key of a latent, then those that make a value.
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<Self::LatentUp>;
@@ -88,6 +97,10 @@ pub trait Load: Memory {
 
     /// Weight bytes that applying `w` to one token reads.
     fn linear_bytes(&self, w: &Self::Linear) -> usize;
+    /// As [`Load::linear_bytes`].
+    fn groups_bytes(&self, _w: &Self::Groups) -> usize {
+        panic!("a device without products of groups refuses models that have some");
+    }
     /// As [`Load::linear_bytes`].
     fn latent_up_bytes(&self, w: &Self::LatentUp) -> usize;
 }

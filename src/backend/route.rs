@@ -37,6 +37,17 @@ pub trait Route: Dense {
     fn read_routing(&self, routing: &Self::Routing, out: &mut Routing) -> Result<()>;
     /// Chooses every token's experts and their weights, scaling included.
     fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Self::Routing);
+    /// The same where a table has the experts of the batch's tokens.
+    fn route_by_token(
+        &self,
+        _w: &Self::Router,
+        _router: &Router,
+        _batch: &Self::Batch,
+        _x: &Self::Tensor,
+        _out: &mut Self::Routing,
+    ) {
+        panic!("a device without such tables refuses models that have one");
+    }
     /// Room for the choices of passes of at most `choices` choices in all layers.
     fn choices(&self, choices: usize) -> Result<Self::Choices>;
     /// Brings a pass's choices to the device.

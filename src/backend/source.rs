@@ -62,6 +62,12 @@ pub trait TensorSource {
         Ok(vec![PRIME; len])
     }
 
+    /// Each token's experts, `[tokens, top_k]`, of so many. Synthetic weights spread them.
+    fn experts_by_token(&self, _name: &str, [tokens, top_k]: [usize; 2], experts: usize) -> Result<HostTensor<'_>> {
+        let of = |token: usize| (0..top_k).map(move |i| ((token * 7 + i) % experts) as f32);
+        Ok(HostTensor::from((0..tokens).flat_map(of).collect::<Vec<_>>()).reshaped(top_k))
+    }
+
     /// Rows of `cols` numbers that stay where they are, in tensors `prefix0.weight` and so on, or in `name`. Synthetic
     /// weights have as many as one likes.
     fn table(&self, _name: &str, _prefix: &str, _cols: usize) -> Result<Box<dyn Rows>> {
@@ -119,6 +125,21 @@ impl TensorSource for Checkpoint {
         }
     }
 
+    fn experts_by_token(&self, name: &str, shape: [usize; 2], experts: usize) -> Result<HostTensor<'_>> {
+        let view = self.tensor(name)?;
+        view.expect_shape(&shape)?;
+        let ids: Vec<i64> = match view.dtype {
+            Dtype::I64 => view.data.as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b)).collect(),
+            Dtype::I32 => view.data.as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b).into()).collect(),
+            _ => return Err(view.error("does not hold integers: download its shard again").into()),
+        };
+        let below = |id: &i64| usize::try_from(*id).is_ok_and(|id| id < experts);
+        match ids.iter().find(|id| !below(id)) {
+            Some(id) => Err(view.error(format!("names expert {id} of {experts}: download its shard again")).into()),
+            None => Ok(HostTensor::from(ids.into_iter().map(|id| id as f32).collect::<Vec<_>>()).reshaped(shape[1])),
+        }
+    }
+
     fn table(&self, name: &str, prefix: &str, cols: usize) -> Result<Box<dyn Rows>> {
         Ok(Box::new(Checkpoint::table(self, name, prefix, cols)?))
     }
@@ -141,6 +162,10 @@ impl TensorSource for Shapes {
                 "tensor `{name}` of {rows} x {cols} fits into no machine: check the sizes in config.json"
             ))),
         }
+    }
+
+    fn experts_by_token(&self, name: &str, [tokens, top_k]: [usize; 2], _: usize) -> Result<HostTensor<'_>> {
+        self.matrix(name, tokens, top_k)
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<HostTensor<'_>> {

@@ -66,6 +66,18 @@ pub trait Streams: Recur {
     fn connect_streams(&self, _y: &Self::Tensor, _shares: &Self::Tensor, _x: &mut Self::Tensor) {
         panic!("a device without connections refuses models that have some");
     }
+    /// `out[t] = sum over s of pre_s * x[t, s]`, as [`Streams::collapse_streams`], of weights that make nothing but
+    /// `pre`: `shares` `[T, streams]`.
+    fn weigh_streams(
+        &self,
+        _x: &Self::Tensor,
+        _w: &ConnectWeights<'_, Self>,
+        _of: (Connections, f32),
+        _shares: &mut Self::Tensor,
+        _out: &mut Self::Tensor,
+    ) {
+        panic!("a device without connections refuses models that have some");
+    }
     /// `out[t] = 1 / streams * sum over s of x[t, s]`, f32; `out` `[T, hidden]`.
     fn mean_streams(&self, _x: &Self::Tensor, _out: &mut Self::Tensor) {
         panic!("a device without connections refuses models that have some");

@@ -1,5 +1,6 @@
 //! Attention of one layer, from the normalized hidden state into the residual stream.
 
+mod compressed;
 mod delta_net;
 mod gqa;
 mod indexer;
@@ -77,7 +78,10 @@ macro_rules! kinds {
     };
 }
 
-kinds!(Gqa: gqa, Mla: mla, DeltaNet: delta_net, ShortConv: short_conv, Kda: kda, Mamba2: mamba2, Nothing: nothing);
+kinds!(
+    Gqa: gqa, Mla: mla, DeltaNet: delta_net, ShortConv: short_conv, Kda: kda, Mamba2: mamba2, Compressed: compressed,
+    Nothing: nothing
+);
 
 /// Activations of attention, allocated once and used by all layers of their kind and widths.
 pub struct AttentionBuffers<B: Backend> {

@@ -75,6 +75,13 @@ impl<B: Backend> FfnWeights<B> {
             bias: vector(moe.router.bias, format!("{router}.bias"))?,
             correction_bias: vector(moe.router.correction_bias, of(names.correction_bias))?,
             expert_scale: vector(moe.router.expert_scale, of("router.per_expert_scale"))?,
+            by_token: match moe.router.by_token {
+                true => {
+                    let shape = [model.vocab_size, moe.router.top_k];
+                    Some(source.experts_by_token(&format!("{router}.tid2eid"), shape, moe.num_experts)?)
+                }
+                false => None,
+            },
         };
         let shared = moe.shared.as_ref().map(|shared| {
             let name = of(names.shared_expert);
@@ -235,6 +242,7 @@ impl<B: Backend> MlpBuffers<B> {
 /// The feed-forward part of one layer: what it is, what it has, and who computes its routed experts.
 pub(super) struct Layer<'a, B: Backend> {
     pub(super) config: &'a Ffn,
+    pub(super) batch: &'a B::Batch,
     pub(super) weights: &'a FfnWeights<B>,
     pub(super) experts: Option<(&'a mut (dyn ExpertExecutor<B> + 'static), usize)>, // and its number among MoE layers
     pub(super) chosen: Option<(&'a B::Choices, usize)>, // that replace the router's, from this number on
@@ -244,7 +252,7 @@ pub(super) struct Layer<'a, B: Backend> {
 /// it, `[T, hidden]`.
 pub(super) fn ffn<B: Backend>(
     backend: &B,
-    Layer { config, weights, experts, chosen }: Layer<'_, B>,
+    Layer { config, batch, weights, experts, chosen }: Layer<'_, B>,
     buffers: &mut FfnBuffers<B>,
     h: &mut B::Tensor,
     stream: &mut Stream<'_, B>,
@@ -264,6 +272,10 @@ pub(super) fn ffn<B: Backend>(
             Some(routing),
         ) => {
             match stream.norm {
+                _ if moe.router.by_token => {
+                    stream.settle(backend, h);
+                    backend.route_by_token(router, &moe.router, batch, h, routing);
+                }
                 Some(norm) => backend.norm_route(stream.x, norm, h, router, &moe.router, routing),
                 None => backend.route(router, &moe.router, h, routing),
             }

@@ -9,10 +9,11 @@ use crate::{Error, Result};
 
 /// What one layer keeps of sequences.
 pub struct LayerCache<B: Backend> {
-    kv: Option<B::Kv>,        // of every position, in blocks
-    index: Option<B::Index>,  // of every position, in blocks
-    state: Option<B::State>,  // of each sequence, in slots
-    ngrams: Option<B::State>, // the same, of n-grams
+    kv: Option<B::Kv>,           // of every position, in blocks
+    index: Option<B::Index>,     // of every position, in blocks
+    entries: Option<B::Entries>, // of several positions each, in blocks
+    state: Option<B::State>,     // of each sequence, in slots
+    ngrams: Option<B::State>,    // the same, of n-grams
 }
 
 impl<B: Backend> LayerCache<B> {
@@ -31,6 +32,7 @@ impl<B: Backend> LayerCache<B> {
         Ok(Self {
             kv,
             index: own.map(|indexer| backend.index(blocks, indexer)).transpose()?,
+            entries: layer.attention.entries().map(|of| backend.entries(blocks, of, bits)).transpose()?,
             state: state.transpose()?,
             ngrams: ngrams.transpose()?,
         })
@@ -51,6 +53,12 @@ impl<B: Backend> LayerCache<B> {
         self.index.as_mut().expect("the layer's attention has an indexer")
     }
 
+    /// Everything that a layer has that attends to entries: these, its index keys and its state.
+    pub(super) fn compressed(&mut self) -> (Option<&mut B::Entries>, Option<&mut B::Index>, &mut B::State) {
+        let state = self.state.as_mut().expect("the layer's attention has a state");
+        (self.entries.as_mut(), self.index.as_mut(), state)
+    }
+
     /// Recurrent state, of a layer that has it.
     pub(super) fn state(&mut self) -> &mut B::State {
         self.state.as_mut().expect("the layer's attention has a state")
@@ -61,11 +69,12 @@ impl<B: Backend> LayerCache<B> {
         self.ngrams.as_mut().expect("the layer has n-grams")
     }
 
-    /// Bytes of a block of keys and values, and of index keys.
-    fn block_bytes(&self, backend: &B) -> [usize; 2] {
+    /// Bytes of a block of keys and values, of index keys, and of entries.
+    fn block_bytes(&self, backend: &B) -> [usize; 3] {
         [
             self.kv.as_ref().map_or(0, |kv| backend.kv_block_bytes(kv)),
             self.index.as_ref().map_or(0, |index| backend.index_block_bytes(index)),
+            self.entries.as_ref().map_or(0, |entries| backend.entries_block_bytes(entries)),
         ]
     }
 
@@ -129,22 +138,26 @@ impl<B: Backend> KvCache<B> {
             BlockMove::ToHost(block, at) => {
                 let mut to = &mut host[place(at)];
                 for layer in layers {
-                    let [of_kv, of_index] = layer.block_bytes(backend);
+                    let [of_kv, of_index, of_entries] = layer.block_bytes(backend);
                     let (kv, rest) = to.split_at_mut(of_kv);
                     let (index, rest) = rest.split_at_mut(of_index);
+                    let (entries, rest) = rest.split_at_mut(of_entries);
                     layer.kv.iter().for_each(|from| backend.kv_to_host(from, block as usize, kv));
                     layer.index.iter().for_each(|from| backend.index_to_host(from, block as usize, index));
+                    layer.entries.iter().for_each(|from| backend.entries_to_host(from, block as usize, entries));
                     to = rest;
                 }
             }
             BlockMove::ToDevice(at, block) => {
                 let mut from = &host[place(at)];
                 for layer in layers {
-                    let [of_kv, of_index] = layer.block_bytes(backend);
+                    let [of_kv, of_index, of_entries] = layer.block_bytes(backend);
                     let (kv, rest) = from.split_at(of_kv);
                     let (index, rest) = rest.split_at(of_index);
+                    let (entries, rest) = rest.split_at(of_entries);
                     layer.kv.iter_mut().for_each(|to| backend.kv_to_device(to, block as usize, kv));
                     layer.index.iter_mut().for_each(|to| backend.index_to_device(to, block as usize, index));
+                    layer.entries.iter_mut().for_each(|to| backend.entries_to_device(to, block as usize, entries));
                     from = rest;
                 }
             }

@@ -1,7 +1,7 @@
 //! The output head: rows of the residual stream become logits.
 
 use super::buffers::Parts;
-use super::streams::MixBuffers;
+use super::streams::{LastBuffers, MixBuffers};
 use super::weights::{Last, Weights};
 use crate::Result;
 use crate::backend::Backend;
@@ -18,10 +18,10 @@ pub(super) struct Head<B: Backend> {
     softcap: Option<f32>, // bounds them
     last: B::Tensor,      // [R, streams * hidden], rows of x of which logits are wanted
     mixing: Option<MixBuffers<B>>,
-    mean: Option<B::Tensor>, // [R, hidden], f32: of connected streams
-    last_normed: B::Tensor,  // [R, hidden]
-    logits: B::Tensor,       // [R, vocab]
-    host: B::Host,           // [R, vocab]
+    connected: Option<LastBuffers<B>>,
+    last_normed: B::Tensor, // [R, hidden]
+    logits: B::Tensor,      // [R, vocab]
+    host: B::Host,          // [R, vocab]
     shortlister: B::Shortlister,
     rows: usize, // of the last call
 }
@@ -38,10 +38,7 @@ impl<B: Backend> Head<B> {
             softcap: model.logit_softcap,
             last: backend.tensor_f32(max_rows, model.streams().width())?,
             mixing: MixBuffers::new(backend, model, max_rows)?,
-            mean: match model.connections() {
-                Some(_) => Some(backend.tensor_f32(max_rows, hidden)?),
-                None => None,
-            },
+            connected: LastBuffers::new(backend, model, max_rows)?,
             last_normed: backend.tensor(max_rows, hidden)?,
             logits: backend.tensor_f32(max_rows, vocab_size)?,
             rows: 0,
@@ -57,8 +54,8 @@ impl<B: Backend> Head<B> {
 
     /// Logits of rows of the last batch, on the device: `lm_head(norm(x[rows]))`.
     pub(super) fn compute(&mut self, backend: &B, weights: &Weights<B>, parts: &Parts<B>, rows: &[usize]) {
-        let Self { last, mean, last_normed, logits, mixing, .. } = self;
-        for t in [&mut *last, &mut *last_normed, &mut *logits].into_iter().chain(&mut *mean) {
+        let Self { last, connected, last_normed, logits, mixing, .. } = self;
+        for t in [&mut *last, &mut *last_normed, &mut *logits] {
             backend.set_rows(t, rows.len());
         }
         parts.gather(backend, rows, last);
@@ -67,10 +64,11 @@ impl<B: Backend> Head<B> {
                 mixing.set_rows(backend, rows.len());
                 mixing.mix(backend, mixer, self.norm_eps, last, last_normed);
             }
-            (Last::Mean(norm), ..) => {
-                let mean = mean.as_mut().expect("connected streams have room for their mean");
-                backend.mean_streams(last, mean);
-                backend.rms_norm(mean, norm, self.norm_eps, last_normed);
+            (Last::Connected(connection, norm), ..) => {
+                let connected = connected.as_mut().expect("connected streams have room for what the head reads");
+                connected.set_rows(backend, rows.len());
+                let read = connected.read(backend, connection.as_ref(), self.norm_eps, last);
+                backend.rms_norm(read, norm, self.norm_eps, last_normed);
             }
             (Last::Mixer(_), None, _) => panic!("several streams have buffers for their mixer"),
             (Last::Norm(norm), _, Norm::Rms) => backend.rms_norm(last, norm, self.norm_eps, last_normed),

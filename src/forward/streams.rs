@@ -42,18 +42,32 @@ impl<B: Backend> Mixer<B> {
 pub(super) struct Connection<B: Backend> {
     of_streams: B::Norm, // [rows, streams * hidden], f32: `fn`
     base: B::Norm,       // [rows]
-    scale: B::Norm,      // [3]
+    scale: B::Norm,      // [3], or of the output head [1]
 }
 
 impl<B: Backend> Connection<B> {
+    /// That of a layer's part.
     pub(super) fn load(loader: &Loader<'_, B>, name: &str, of: model::Connections) -> Result<Self> {
+        Self::load_rows(loader, name, [of.rows(), of.count, 3])
+    }
+
+    /// That of the output head, which gives nothing back to the streams.
+    pub(super) fn load_last(loader: &Loader<'_, B>, name: &str, of: model::Connections) -> Result<Self> {
+        Self::load_rows(loader, name, [of.count, of.count, 1])
+    }
+
+    fn load_rows(loader: &Loader<'_, B>, name: &str, [rows, streams, scales]: [usize; 3]) -> Result<Self> {
         let Loader { backend, source, .. } = *loader;
         let numbers = |part: &str, shape: &[usize]| source.numbers(&format!("{name}_{part}"), shape);
         Ok(Self {
-            of_streams: backend.load_norm(numbers("fn", &[of.rows(), of.count * loader.model.hidden_size])?)?,
-            base: backend.load_norm(numbers("base", &[of.rows()])?)?,
-            scale: backend.load_norm(numbers("scale", &[3])?)?,
+            of_streams: backend.load_norm(numbers("fn", &[rows, streams * loader.model.hidden_size])?)?,
+            base: backend.load_norm(numbers("base", &[rows])?)?,
+            scale: backend.load_norm(numbers("scale", &[scales])?)?,
         })
+    }
+
+    fn weights(&self) -> ConnectWeights<'_, B> {
+        ConnectWeights { of_streams: &self.of_streams, base: &self.base, scale: &self.scale }
     }
 
     /// What a part reads of the streams, through its norm, into `h`; and how the streams go on.
@@ -65,9 +79,45 @@ impl<B: Backend> Connection<B> {
         ConnectBuffers { read, shares, of }: &mut ConnectBuffers<B>,
         h: &mut B::Tensor,
     ) {
-        let weights = ConnectWeights { of_streams: &self.of_streams, base: &self.base, scale: &self.scale };
-        backend.collapse_streams(x, &weights, (*of, eps), shares, read);
+        backend.collapse_streams(x, &self.weights(), (*of, eps), shares, read);
         backend.rms_norm(read, norm, eps, h);
+    }
+}
+
+/// What the output head makes of connected streams, before its norm.
+pub(super) struct LastBuffers<B: Backend> {
+    read: B::Tensor,           // [R, hidden], f32
+    shares: Option<B::Tensor>, // [R, streams], f32: `pre`
+    of: model::Connections,
+}
+
+impl<B: Backend> LastBuffers<B> {
+    /// `None`: streams are not connected.
+    pub(super) fn new(backend: &B, model: &model::ModelConfig, max_rows: usize) -> Result<Option<Self>> {
+        let Some(of) = model.connections() else { return Ok(None) };
+        Ok(Some(Self {
+            read: backend.tensor_f32(max_rows, model.hidden_size)?,
+            shares: match of.last {
+                model::LastRead::Mean => None,
+                model::LastRead::Shares => Some(backend.tensor_f32(max_rows, of.count)?),
+            },
+            of,
+        }))
+    }
+
+    pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
+        [&mut self.read].into_iter().chain(&mut self.shares).for_each(|t| backend.set_rows(t, rows));
+    }
+
+    /// What the head's norm reads; `None`: the streams' mean.
+    pub(super) fn read(&mut self, backend: &B, w: Option<&Connection<B>>, eps: f32, x: &B::Tensor) -> &B::Tensor {
+        match (w, &mut self.shares) {
+            (Some(w), Some(shares)) => {
+                backend.weigh_streams(x, &w.weights(), (self.of, eps), shares, &mut self.read);
+            }
+            _ => backend.mean_streams(x, &mut self.read),
+        }
+        &self.read
     }
 }
 

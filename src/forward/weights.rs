@@ -9,7 +9,7 @@ use crate::Result;
 use crate::backend::Backend;
 use crate::backend::source::TensorSource;
 use crate::config::DenseBits;
-use crate::model::{LayerConfig, ModelConfig, Residual};
+use crate::model::{LastRead, LayerConfig, ModelConfig, Residual};
 
 /// All resident weights of a model.
 pub struct Weights<B: Backend> {
@@ -30,8 +30,8 @@ pub(super) enum Last<B: Backend> {
     Norm(B::Norm), // [hidden]
     /// There are several.
     Mixer(Mixer<B>),
-    /// There are several, of whose mean this is the norm, `[hidden]`.
-    Mean(B::Norm),
+    /// There are several, connected: what weighs them, where that is not their mean, and the norm, `[hidden]`.
+    Connected(Option<Connection<B>>, B::Norm),
 }
 
 /// What the parts of a layer read the residual streams through.
@@ -75,12 +75,19 @@ impl<B: Backend> Weights<B> {
         Ok(Self {
             layers: layers.collect::<Result<_>>()?,
             embedding: backend.load_embedding(source.matrix(&embedding, vocab, hidden)?)?,
-            last: match model.mixer() {
-                None if model.connections().is_some() => {
-                    Last::Mean(loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?)
+            last: match (model.mixer(), model.connections()) {
+                (None, Some(of)) => {
+                    let connection = match of.last {
+                        LastRead::Mean => None,
+                        LastRead::Shares => Some(Connection::load_last(&loader, &format!("{body}hc_head"), of)?),
+                    };
+                    Last::Connected(
+                        connection,
+                        loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?,
+                    )
                 }
-                Some(mixer) => Last::Mixer(Mixer::load(&loader, &format!("{body}hyper_connection_mixer"), mixer)?),
-                None => Last::Norm(loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?),
+                (Some(mixer), _) => Last::Mixer(Mixer::load(&loader, &format!("{body}hyper_connection_mixer"), mixer)?),
+                (None, None) => Last::Norm(loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?),
             },
             tables: Tables::load(&loader)?,
             lm_head: backend.load_linear(source.matrix(&head, vocab, hidden)?, None, bits.of_head())?,
@@ -99,7 +106,7 @@ impl<B: Backend> Weights<B> {
             l.attention.bytes_per_token(backend) + l.ffn.bytes_per_token(backend) + mixers + ngrams
         };
         let last = match &self.last {
-            Last::Norm(_) | Last::Mean(_) => 0,
+            Last::Norm(_) | Last::Connected(..) => 0,
             Last::Mixer(mixer) => of_mixer(mixer),
         };
         self.layers.iter().map(layer).sum::<usize>() + last + backend.linear_bytes(&self.lm_head)

@@ -35,7 +35,7 @@ impl TensorSource for Synthetic {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
         let rms = match name {
             _ if name.contains("embed") => 1.0,
-            _ if name.contains("o_proj") || name.contains("out_proj") || name.contains("down_proj") => {
+            _ if ["o_proj", "out_proj", "down_proj", "wo_b", "w2"].iter().any(|last| name.contains(last)) => {
                 BRANCH / (cols as f32).sqrt()
             }
             _ => 1.0 / (cols as f32).sqrt(),

@@ -8,9 +8,11 @@
 //! kda          Kimi delta attention
 //! short_conv   gated short convolution
 //! mamba2       Mamba-2
+//! compressed   a window, and entries of several positions
 //! nothing      a layer that is only a feed-forward part
 //! ```
 
+mod compressed;
 mod delta_net;
 mod gqa;
 mod indexer;
@@ -22,6 +24,7 @@ mod short_conv;
 
 use super::Rope;
 
+pub use compressed::{Compressed, Compressor};
 pub use delta_net::{DeltaGate, DeltaNet};
 pub use gqa::{Bias, GateActivation, Gqa, OutputGate, QkNorm};
 pub use indexer::{ChosenBy, Indexer, Score, Selection};
@@ -46,6 +49,8 @@ pub enum Attention {
     Kda(Kda),
     /// Mamba-2: a state of fixed size instead of keys and values.
     Mamba2(Mamba2),
+    /// A window of keys that are values, beside entries of several positions each.
+    Compressed(Compressed),
     /// The layer has none.
     Nothing(Nothing),
 }
@@ -61,6 +66,7 @@ impl std::ops::Deref for Attention {
             Attention::ShortConv(a) => a,
             Attention::Kda(a) => a,
             Attention::Mamba2(a) => a,
+            Attention::Compressed(a) => a,
             Attention::Nothing(a) => a,
         }
     }
@@ -158,6 +164,11 @@ pub trait Facts {
     /// What it caches of a position, if it has keys and values.
     fn kv_dims(&self) -> KvDims {
         (0, 0, Values::Own(0))
+    }
+
+    /// What makes the entries that it caches in their place, if there are some.
+    fn entries(&self) -> Option<Compressor> {
+        None
     }
 
     /// Its rotary embedding, if it has one.

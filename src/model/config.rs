@@ -139,7 +139,7 @@ pub enum Residual {
     /// There are several streams: a mixer makes of them what a part reads, and says how much of the part's result each
     /// gets. Another one makes of them what the output head reads, in the place of the final norm.
     Streams(Mixer),
-    /// There are several streams with hyper-connections. The output head reads the norm of their mean.
+    /// There are several streams with hyper-connections.
     Connected(Connections),
 }
 

@@ -3,6 +3,7 @@
 
 mod cohere2_moe;
 mod deepseek;
+mod deepseek_v4;
 mod ernie4_5_moe;
 mod fields;
 mod gemma4;
@@ -56,6 +57,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("deepseek_v2", "DeepSeek-V2, V2-Lite, V2.5", deepseek::v2),
     architecture("deepseek_v3", "DeepSeek-V3, R1, V3.1", deepseek::v3),
     architecture("deepseek_v32", "DeepSeek-V3.2", deepseek::v32),
+    architecture("deepseek_v4", "DeepSeek-V4-Flash, Pro", deepseek_v4::config),
     architecture("glm_moe_dsa", "GLM-5, 5.1, 5.2, 5.3", deepseek::glm_dsa),
     architecture("kimi_k2", "Kimi K2, K2-Thinking", deepseek::v3),
     architecture("kimi_k25", "Kimi K2.5, K2.6, K2.7 (text)", deepseek::kimi_k25),
@@ -257,7 +259,8 @@ fn model(f: &Fields<'_>, layers: Vec<LayerConfig>) -> Result<ModelConfig> {
         layers,
     };
     model.moe().map_or(Ok(()), check_router)?;
-    if model.layers.iter().all(|layer| layer.attention.kv_dims().0 == 0) {
+    let caches = |attention: &Attention| attention.kv_dims().0 > 0 || attention.entries().is_some();
+    if !model.layers.iter().any(|layer| caches(&layer.attention)) {
         return Err(Error::Model("no layer has full attention: is this the config of the whole checkpoint?".into()));
     }
     Ok(model)
@@ -297,7 +300,7 @@ mod tests {
     fn an_unknown_architecture_names_the_nearest() {
         assert_eq!(distance("kitten", "sitting"), 3);
         assert_eq!(nearest("qwen3_omni_moe"), ["qwen3_vl_moe", "qwen3_5_moe", "qwen3_moe"]);
-        assert_eq!(nearest("deepseek_v4")[..2], ["deepseek_v2", "deepseek_v3"]);
+        assert_eq!(nearest("deepseek_v5")[..2], ["deepseek_v2", "deepseek_v3"]);
         assert_eq!(nearest("mamba9"), [""; 0]);
         let error = |kind: &str| from_json(&serde_json::json!({"model_type": kind})).unwrap_err().to_string();
         assert!(error("mamba9").contains("`mamba9` is not supported; supported are deepseek_v2, "));

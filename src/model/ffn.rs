@@ -204,6 +204,8 @@ pub struct Router {
     pub normalize: bool,
     /// `routed_scaling_factor`, multiplied into the weights.
     pub scaling: f32,
+    /// A table has each token's experts, by its id; scores only weigh them. Source: HF modeling_deepseek_v4.
+    pub by_token: bool,
     /// Every expert has a learned factor of its weight.
     pub expert_scale: bool,
     /// The weight multiplies the expert's input instead of its output. Only with one expert per token.
@@ -222,6 +224,7 @@ impl Router {
             groups: None,
             normalize: false,
             scaling: 1.0,
+            by_token: false,
             expert_scale: false,
             weighs_input: false,
         }
@@ -235,6 +238,8 @@ pub enum Scoring {
     Softmax,
     /// Each on its own.
     Sigmoid,
+    /// The square root of `ln(1 + exp(x))`, each on its own.
+    SqrtSoftplus,
 }
 
 /// Group-limited choice. Source: DeepSeek-V2 report, section 2.2.2; V3 report, section 2.1.2.

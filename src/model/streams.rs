@@ -70,6 +70,17 @@ pub struct Connections {
     pub iterations: usize,
     /// Added where something is divided by.
     pub eps: f32,
+    /// What the output head reads the norm of.
+    pub last: LastRead,
+}
+
+/// What the output head makes of connected streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LastRead {
+    /// Their mean.
+    Mean,
+    /// `sum over s of pre_s x_s`, `pre` as that of a part. Source: HF modeling_deepseek_v4.
+    Shares,
 }
 
 impl Connections {

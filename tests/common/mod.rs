@@ -64,7 +64,7 @@ pub fn model_in(dir: &Path) -> ModelConfig {
 
 /// Loads a checkpoint with small limits.
 pub fn load(dir: &Path, config: &EngineConfig) -> Loaded {
-    load::load(&folder("test", dir), &limited(config), &|_| {}).unwrap()
+    load::load(&folder("test", dir), &limited(config, model_in(dir).max_context), &|_| {}).unwrap()
 }
 
 /// What packing as `--experts auto` does it adds to the experts of a checkpoint, where it adds most; 0: nothing.
@@ -76,13 +76,13 @@ pub fn experts_rounding(dir: &Path) -> f64 {
 
 /// A demo model or one of [`small`], with the same limits.
 pub fn load_model(name: &str, config: &EngineConfig) -> Loaded {
-    small::model(name, &limited(config))
+    small::model(name, &limited(config, usize::MAX))
 }
 
-fn limited(config: &EngineConfig) -> EngineConfig {
+fn limited(config: &EngineConfig, most: usize) -> EngineConfig {
     EngineConfig {
         cache_dir: Some(cache_dir()),
-        max_context: Some(2048),
+        max_context: Some(most.min(2048)),
         threads: config.threads.or(Some(2)),
         ..config.clone()
     }

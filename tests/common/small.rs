@@ -98,6 +98,14 @@ pub fn config(name: &str) -> Value {
                 "index_head_dim": 32, "index_topk": 40, "index_kpool": 4, "swiglu_limit": 2.0, "hc_mult": 3,
                 "hc_sinkhorn_iters": 5}),
         ),
+        "deepseek-v4" => base(
+            "deepseek_v4",
+            json!({"num_hidden_layers": 4, "compress_ratios": [0, 4, 24, 4], "num_attention_heads": 4,
+                "num_key_value_heads": 1, "head_dim": 48, "qk_rope_head_dim": 16, "q_lora_rank": 64, "o_groups": 2,
+                "o_lora_rank": 32, "sliding_window": 17, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 5,
+                "num_hash_layers": 2, "n_routed_experts": 8, "n_shared_experts": 1, "swiglu_limit": 2.0,
+                "hc_mult": 3, "hc_sinkhorn_iters": 5}),
+        ),
         "qwen3-next" => base("qwen3_next", qwen),
         "qwen3.5" => {
             json!({"model_type": "qwen3_5_moe", "text_config": base("qwen3_5_moe_text", qwen),

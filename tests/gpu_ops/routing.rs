@@ -36,6 +36,7 @@ fn tensors(weight: Vec<f32>, experts: usize, router: &Router) -> RouterTensors<'
         bias: if router.bias { vector(54, |b| (b * 8.0).round() / 4.0) } else { None }, // in quarters
         correction_bias: if router.correction_bias { vector(53, |b| 0.3 * b) } else { None },
         expert_scale: if router.expert_scale { vector(60, |s| 1.0 + 0.5 * s) } else { None },
+        by_token: None,
     }
 }
 

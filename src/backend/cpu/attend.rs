@@ -54,6 +54,34 @@ impl Cpu {
         });
     }
 
+    /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns: `turn` does a pair.
+    fn turn_heads(
+        &self,
+        x: &mut Tensor,
+        head_dim: usize,
+        at: usize,
+        &Rotary { angles, interleaved }: &Rotary<'_, Self>,
+        turn: impl Fn(&mut f32, &mut f32, f32, f32) + Sync,
+    ) {
+        let half = angles.cols() / 2;
+        self.each_row(x, |t, row, _| {
+            let (cos, sin) = angles.row(t).split_at(half);
+            for head in row.chunks_exact_mut(head_dim) {
+                let part = &mut head[at..at + 2 * half];
+                if interleaved {
+                    for ([a, b], (cos, sin)) in part.as_chunks_mut::<2>().0.iter_mut().zip(cos.iter().zip(sin)) {
+                        turn(a, b, *cos, *sin);
+                    }
+                } else {
+                    let (first, second) = part.split_at_mut(half);
+                    for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)) {
+                        turn(a, b, *cos, *sin);
+                    }
+                }
+            }
+        });
+    }
+
     /// Attention of some tokens.
     fn attend_tokens(
         &self,
@@ -233,24 +261,14 @@ impl Attend for Cpu {
     }
 
     fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
-        let &Rotary { angles, interleaved } = rotary;
-        let half = angles.cols() / 2;
-        let turn = |a: &mut f32, b: &mut f32, cos: f32, sin: f32| (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
-        self.each_row(x, |t, row, _| {
-            let (cos, sin) = angles.row(t).split_at(half);
-            for head in row.chunks_exact_mut(head_dim) {
-                let part = &mut head[at..at + 2 * half];
-                if interleaved {
-                    for ([a, b], (cos, sin)) in part.as_chunks_mut::<2>().0.iter_mut().zip(cos.iter().zip(sin)) {
-                        turn(a, b, *cos, *sin);
-                    }
-                } else {
-                    let (first, second) = part.split_at_mut(half);
-                    for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)) {
-                        turn(a, b, *cos, *sin);
-                    }
-                }
-            }
+        self.turn_heads(x, head_dim, at, rotary, |a, b, cos, sin| {
+            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin)
+        });
+    }
+
+    fn rope_back(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
+        self.turn_heads(x, head_dim, at, rotary, |a, b, cos, sin| {
+            (*a, *b) = (*a * cos + *b * sin, *b * cos - *a * sin)
         });
     }
 

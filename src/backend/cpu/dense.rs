@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use moebius_cache::Precision;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 
 use super::load::{Embedding, Heads, Linear};
@@ -125,7 +124,7 @@ impl Cpu {
                 let packed = &w.tiles[head * layout.bytes()..][..layout.bytes()];
                 for first in (0..rows).step_by(TOKENS) {
                     let tokens = TOKENS.min(rows - first);
-                    let prepared = activations.start(kernel, Precision::Bf16, layout.k, tokens);
+                    let prepared = activations.start(kernel, layout.precision, layout.k, tokens);
                     for t in 0..tokens {
                         let x = &x.row(first + t)[head * x_head + x_at..][..layout.k];
                         // SAFETY: the scratch memory is this worker's own.
@@ -206,6 +205,10 @@ impl Dense for Cpu {
 
     fn linear_add(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
         self.apply(x, [(w, out)], Write::Add);
+    }
+
+    fn linear_groups(&self, w: &Heads, x: &Tensor, out: &mut Tensor) {
+        self.apply_heads(w, x, 0, out, 0);
     }
 
     fn activate(&self, activation: Activation, gate: &Tensor, up: &Tensor, out: &mut Tensor) {

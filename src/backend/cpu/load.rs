@@ -45,8 +45,8 @@ impl Cpu {
     }
 
     /// Packed weights of equal `heads`, from the rows of all.
-    fn heads(&self, heads: usize, weight: HostTensor<'_>) -> Result<Heads> {
-        let layout = MatrixLayout::new(weight.rows() / heads, weight.cols(), Precision::Bf16)?;
+    fn heads(&self, heads: usize, weight: HostTensor<'_>, precision: Precision) -> Result<Heads> {
+        let layout = MatrixLayout::new(weight.rows() / heads, weight.cols(), precision)?;
         let mut tiles = self.tiles(heads, &layout)?;
         for (head, tiles) in tiles.chunks_exact_mut(layout.tiles() * layout.tile_bytes()).enumerate() {
             pack(&layout, &weight, head * layout.n, tiles);
@@ -57,6 +57,12 @@ impl Cpu {
         })?;
         Ok(Heads { heads, layout, tiles })
     }
+}
+
+/// How a weight with rows of `k` inputs is stored. Errors: they cannot be cut into groups.
+fn precision(bits: DenseBits, k: usize) -> Result<Precision> {
+    let why = || format!("a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16");
+    bits.precision(k).ok_or_else(|| Error::Invalid(why()))
 }
 
 /// A whole matrix, packed on all cores.
@@ -77,7 +83,7 @@ fn pack(layout: &MatrixLayout, weight: &HostTensor<'_>, first: usize, tiles: &mu
 }
 
 /// Packed weights `[heads, n, k]`, each head with tiles of its own.
-pub(super) struct Heads {
+pub struct Heads {
     pub(super) heads: usize,
     pub(super) layout: MatrixLayout, // of one head
     pub(super) tiles: Buffer<u8>,
@@ -109,6 +115,7 @@ pub struct RouterWeights {
     pub(super) bias: Option<Vec<f32>>,            // of the logits
     pub(super) correction_bias: Option<Vec<f32>>, // ranks experts without entering their weights
     pub(super) expert_scale: Option<Vec<f32>>,    // multiplies the experts' weights
+    pub(super) by_token: Option<Vec<f32>>,        // [vocab, top_k], each token's experts
 }
 
 /// `[vocab, hidden]` bf16.
@@ -134,6 +141,7 @@ fn to_bf16(heap: &Heap, weight: &HostTensor<'_>) -> Result<Buffer<bf16>> {
 
 impl Load for Cpu {
     type Linear = Linear;
+    type Groups = Heads;
     type LatentUp = LatentUp;
     type DeltaNet = DeltaNet;
     type Norm = Vec<f32>;
@@ -142,12 +150,7 @@ impl Load for Cpu {
 
     fn load_linear(&self, weight: HostTensor<'_>, bias: Option<HostTensor<'_>>, bits: DenseBits) -> Result<Linear> {
         let (n, k) = (weight.rows(), weight.cols());
-        let why = || {
-            Error::Invalid(format!(
-                "a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16"
-            ))
-        };
-        let layout = MatrixLayout::new(n, k, bits.precision(k).ok_or_else(why)?)?;
+        let layout = MatrixLayout::new(n, k, precision(bits, k)?)?;
         let mut tiles = self.tiles(1, &layout)?;
         pack(&layout, &weight, 0, &mut tiles);
         if self.max_rows > 0 {
@@ -158,12 +161,17 @@ impl Load for Cpu {
         Ok(Linear { layout, tiles, bias: bias.map(|bias| bias.keep(&self.heap)) })
     }
 
+    fn load_groups(&self, groups: usize, weight: HostTensor<'_>, bits: DenseBits) -> Result<Heads> {
+        let precision = precision(bits, weight.cols())?;
+        self.heads(groups, weight, precision)
+    }
+
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<LatentUp> {
         let (heads, nope) = (config.num_heads, config.qk_nope_head_dim);
         Ok(LatentUp {
             config: config.clone(),
-            key: self.heads(heads, kv_b.head_rows(heads, 0, nope).transpose_heads(heads))?,
-            value: self.heads(heads, kv_b.head_rows(heads, nope, nope + config.v_head_dim))?,
+            key: self.heads(heads, kv_b.head_rows(heads, 0, nope).transpose_heads(heads), Precision::Bf16)?,
+            value: self.heads(heads, kv_b.head_rows(heads, nope, nope + config.v_head_dim), Precision::Bf16)?,
         })
     }
 
@@ -194,13 +202,14 @@ impl Load for Cpu {
     }
 
     fn load_router(&self, router: RouterTensors<'_>) -> Result<RouterWeights> {
-        let RouterTensors { weight, bias, correction_bias, expert_scale } = router;
+        let RouterTensors { weight, bias, correction_bias, expert_scale, by_token } = router;
         if self.max_rows > 0 {
             self.router_scratch.borrow_mut().reserve(&self.heap, &[self.max_rows, weight.rows()])?;
         }
         let keep = |weight: HostTensor<'_>| weight.keep(&self.heap);
-        let [bias, correction_bias, expert_scale] = [bias, correction_bias, expert_scale].map(|of| of.map(keep));
-        Ok(RouterWeights { weight: keep(weight), bias, correction_bias, expert_scale })
+        let all = [bias, correction_bias, expert_scale, by_token];
+        let [bias, correction_bias, expert_scale, by_token] = all.map(|of| of.map(keep));
+        Ok(RouterWeights { weight: keep(weight), bias, correction_bias, expert_scale, by_token })
     }
 
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Embedding> {
@@ -208,6 +217,10 @@ impl Load for Cpu {
     }
 
     fn linear_bytes(&self, w: &Linear) -> usize {
+        w.tiles.len()
+    }
+
+    fn groups_bytes(&self, w: &Heads) -> usize {
         w.tiles.len()
     }
 

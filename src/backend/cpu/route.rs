@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use super::Cpu;
 use super::load::RouterWeights;
+use super::recur::softplus;
 use crate::Result;
+use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
 use crate::backend::{Route, Routing};
 use crate::kernel::Rows;
@@ -14,6 +16,82 @@ use crate::model::{GroupScore, Groups, Router, Scoring};
 
 /// Tokens up to which workers share the experts: with few tokens each, all would read all weights.
 const FEW_TOKENS: usize = 64;
+
+impl Cpu {
+    /// `tokens`: whose experts a table has.
+    fn route_rows(&self, w: &RouterWeights, router: &Router, x: &Tensor, tokens: Option<&[u32]>, out: &mut Routing) {
+        let table = w.by_token.as_deref().zip(tokens);
+        let (rows, k) = (x.rows(), x.cols());
+        let experts = w.weight.len() / k;
+        out.top_k = router.top_k;
+        out.ids.resize(rows * router.top_k, 0);
+        out.weights.resize(rows * router.top_k, 0.0);
+        let mut scratch = self.router_scratch.borrow_mut();
+        let (logits, kernel) = (scratch.take(rows * experts), self.kernel);
+        let choose = |t: usize, logits: &mut [f32], ids: &mut [i32], weights: &mut [f32]| {
+            for (logit, bias) in logits.iter_mut().zip(w.bias.iter().flatten()) {
+                *logit += bias;
+            }
+            if let Some(cap) = router.softcap {
+                logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
+            }
+            score(router.scoring, logits);
+            match table {
+                Some((table, tokens)) => {
+                    let of_token = &table[tokens[t] as usize * ids.len()..];
+                    ids.iter_mut().zip(of_token).for_each(|(id, given)| *id = *given as i32);
+                }
+                None => choose_one(router, logits, w.correction_bias.as_deref(), ids),
+            }
+            weigh(router, logits, ids, weights);
+            if let Some(scale) = &w.expert_scale {
+                weights.iter_mut().zip(&*ids).for_each(|(weight, &id)| *weight *= scale[id as usize]);
+            }
+        };
+        let w = &w.weight;
+        if rows == 1 {
+            // The workers share the experts, so that every core reads a part of the weights.
+            self.team.each_share(logits, 1, |_, mine, logits| {
+                let w = Rows::new(&w[mine.start * k..mine.end * k], mine.len(), k);
+                kernel.dot_f32(w, Rows::new(x.data(), 1, k), logits);
+            });
+            return choose(0, logits, &mut out.ids, &mut out.weights);
+        }
+        let (ids, weights) = (Shared::new(&mut out.ids), Shared::new(&mut out.weights));
+        let choose_all = |tokens: Range<usize>, logits: &mut [f32]| {
+            for (t, logits) in tokens.zip(logits.chunks_exact_mut(experts)) {
+                let chosen = t * router.top_k..(t + 1) * router.top_k;
+                // SAFETY: workers have disjoint shares of the tokens.
+                #[allow(unsafe_code)]
+                let (ids, weights) = unsafe { (ids.slice_mut(chosen.clone()), weights.slice_mut(chosen)) };
+                choose(t, logits, ids, weights);
+            }
+        };
+        if rows <= FEW_TOKENS {
+            let logits = Shared::new(logits);
+            return self.team.run(&|worker| {
+                let mine = worker.share(experts);
+                let w = Rows::new(&w[mine.start * k..mine.end * k], mine.len(), k);
+                for t in 0..if mine.is_empty() { 0 } else { rows } {
+                    // SAFETY: an expert is in one worker's share.
+                    #[allow(unsafe_code)]
+                    let logits = unsafe { logits.slice_mut(t * experts + mine.start..t * experts + mine.end) };
+                    kernel.dot_f32(w, Rows::new(x.row(t), 1, k), logits);
+                }
+                worker.barrier();
+                let mine = worker.share(rows);
+                // SAFETY: after the barrier a token's logits belong to the worker in whose share it is.
+                #[allow(unsafe_code)]
+                choose_all(mine.clone(), unsafe { logits.slice_mut(mine.start * experts..mine.end * experts) });
+            });
+        }
+        self.team.each_share(logits, experts, |_, mine, logits| {
+            let x = Rows::new(&x.data()[mine.start * k..mine.end * k], mine.len(), k);
+            kernel.dot_f32(Rows::new(w, experts, k), x, logits);
+            choose_all(mine, logits);
+        });
+    }
+}
 
 impl Route for Cpu {
     type Routing = Routing;
@@ -33,67 +111,11 @@ impl Route for Cpu {
     }
 
     fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {
-        let (tokens, k) = (x.rows(), x.cols());
-        let experts = w.weight.len() / k;
-        out.top_k = router.top_k;
-        out.ids.resize(tokens * router.top_k, 0);
-        out.weights.resize(tokens * router.top_k, 0.0);
-        let mut scratch = self.router_scratch.borrow_mut();
-        let (logits, kernel) = (scratch.take(tokens * experts), self.kernel);
-        let choose = |logits: &mut [f32], ids: &mut [i32], weights: &mut [f32]| {
-            for (logit, bias) in logits.iter_mut().zip(w.bias.iter().flatten()) {
-                *logit += bias;
-            }
-            if let Some(cap) = router.softcap {
-                logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
-            }
-            choose_one(router, logits, w.correction_bias.as_deref(), ids, weights);
-            if let Some(scale) = &w.expert_scale {
-                weights.iter_mut().zip(&*ids).for_each(|(weight, &id)| *weight *= scale[id as usize]);
-            }
-        };
-        let w = &w.weight;
-        if tokens == 1 {
-            // The workers share the experts, so that every core reads a part of the weights.
-            self.team.each_share(logits, 1, |_, mine, logits| {
-                let w = Rows::new(&w[mine.start * k..mine.end * k], mine.len(), k);
-                kernel.dot_f32(w, Rows::new(x.data(), 1, k), logits);
-            });
-            return choose(logits, &mut out.ids, &mut out.weights);
-        }
-        let (ids, weights) = (Shared::new(&mut out.ids), Shared::new(&mut out.weights));
-        let choose_all = |tokens: Range<usize>, logits: &mut [f32]| {
-            for (t, logits) in tokens.zip(logits.chunks_exact_mut(experts)) {
-                let chosen = t * router.top_k..(t + 1) * router.top_k;
-                // SAFETY: workers have disjoint shares of the tokens.
-                #[allow(unsafe_code)]
-                let (ids, weights) = unsafe { (ids.slice_mut(chosen.clone()), weights.slice_mut(chosen)) };
-                choose(logits, ids, weights);
-            }
-        };
-        if tokens <= FEW_TOKENS {
-            let logits = Shared::new(logits);
-            return self.team.run(&|worker| {
-                let mine = worker.share(experts);
-                let w = Rows::new(&w[mine.start * k..mine.end * k], mine.len(), k);
-                for t in 0..if mine.is_empty() { 0 } else { tokens } {
-                    // SAFETY: an expert is in one worker's share.
-                    #[allow(unsafe_code)]
-                    let logits = unsafe { logits.slice_mut(t * experts + mine.start..t * experts + mine.end) };
-                    kernel.dot_f32(w, Rows::new(x.row(t), 1, k), logits);
-                }
-                worker.barrier();
-                let mine = worker.share(tokens);
-                // SAFETY: after the barrier a token's logits belong to the worker in whose share it is.
-                #[allow(unsafe_code)]
-                choose_all(mine.clone(), unsafe { logits.slice_mut(mine.start * experts..mine.end * experts) });
-            });
-        }
-        self.team.each_share(logits, experts, |_, mine, logits| {
-            let x = Rows::new(&x.data()[mine.start * k..mine.end * k], mine.len(), k);
-            kernel.dot_f32(Rows::new(w, experts, k), x, logits);
-            choose_all(mine, logits);
-        });
+        self.route_rows(w, router, x, None, out);
+    }
+
+    fn route_by_token(&self, w: &RouterWeights, router: &Router, batch: &Batch, x: &Tensor, out: &mut Routing) {
+        self.route_rows(w, router, x, Some(&batch.tokens), out);
     }
 
     fn choices(&self, choices: usize) -> Result<Vec<i32>> {
@@ -120,18 +142,22 @@ impl Route for Cpu {
     }
 }
 
-/// One token's experts, best first. `logits` become scores.
-fn choose_one(router: &Router, logits: &mut [f32], bias: Option<&[f32]>, ids: &mut [i32], weights: &mut [f32]) {
-    let scores = logits;
-    match router.scoring {
-        Scoring::Sigmoid => scores.iter_mut().for_each(|s| *s = 1.0 / (1.0 + (-*s).exp())),
+/// Logits become scores.
+fn score(scoring: Scoring, logits: &mut [f32]) {
+    match scoring {
+        Scoring::Sigmoid => logits.iter_mut().for_each(|s| *s = 1.0 / (1.0 + (-*s).exp())),
+        Scoring::SqrtSoftplus => logits.iter_mut().for_each(|s| *s = softplus(*s).sqrt()),
         Scoring::Softmax => {
-            let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            scores.iter_mut().for_each(|s| *s = (*s - max).exp());
-            let sum: f32 = scores.iter().sum();
-            scores.iter_mut().for_each(|s| *s /= sum);
+            let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            logits.iter_mut().for_each(|s| *s = (*s - max).exp());
+            let sum: f32 = logits.iter().sum();
+            logits.iter_mut().for_each(|s| *s /= sum);
         }
     }
+}
+
+/// One token's experts, best first.
+fn choose_one(router: &Router, scores: &[f32], bias: Option<&[f32]>, ids: &mut [i32]) {
     let rank = |e: usize| scores[e] + bias.map_or(0.0, |b| b[e]);
     let allowed = |e: usize, open: u64| match &router.groups {
         Some(g) => open >> (e / (scores.len() / g.count)) & 1 == 1,
@@ -156,12 +182,16 @@ fn choose_one(router: &Router, logits: &mut [f32], bias: Option<&[f32]>, ids: &m
         ids[slot] = e as i32;
     }
     assert_eq!(chosen, ids.len(), "the configuration allows top_k experts");
-    for (weight, &id) in weights.iter_mut().zip(&*ids) {
+}
+
+/// The weights of chosen experts.
+fn weigh(router: &Router, scores: &[f32], ids: &[i32], weights: &mut [f32]) {
+    for (weight, &id) in weights.iter_mut().zip(ids) {
         *weight = scores[id as usize];
     }
     if router.normalize {
         // The guard is HF's, against a sum of zero.
-        let sum: f32 = weights.iter().sum::<f32>() + if router.scoring == Scoring::Sigmoid { 1e-20 } else { 0.0 };
+        let sum: f32 = weights.iter().sum::<f32>() + if router.scoring == Scoring::Softmax { 0.0 } else { 1e-20 };
         weights.iter_mut().for_each(|w| *w /= sum);
     }
     weights.iter_mut().for_each(|w| *w *= router.scaling);
@@ -204,7 +234,10 @@ mod tests {
 
     fn choose(router: &Router, logits: &[f32], bias: Option<&[f32]>) -> (Vec<i32>, Vec<f32>) {
         let (mut ids, mut weights) = (vec![0; router.top_k], vec![0.0; router.top_k]);
-        choose_one(router, &mut logits.to_vec(), bias, &mut ids, &mut weights);
+        let mut scores = logits.to_vec();
+        score(router.scoring, &mut scores);
+        choose_one(router, &scores, bias, &mut ids);
+        weigh(router, &scores, &ids, &mut weights);
         (ids, weights)
     }
 

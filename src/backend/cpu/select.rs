@@ -30,6 +30,11 @@ pub struct Index {
 }
 
 impl Index {
+    /// The key of a unit, by its number in the storage.
+    pub(super) fn key_mut(&mut self, unit: usize) -> &mut [f32] {
+        &mut self.keys[unit * self.dim..][..self.dim]
+    }
+
     /// What it has of blocks, with the bytes of one.
     fn of_blocks(&self) -> impl Iterator<Item = (&Buffer<f32>, usize)> {
         let bytes = |keys: usize| keys * self.dim * size_of::<f32>();
@@ -42,7 +47,8 @@ impl Index {
 pub struct Chosen {
     most: usize,         // a token that sees no more sees all of them, and has no list
     sets: usize,         // of a token
-    positions: Vec<u32>, // [tokens, sets, most], ascending
+    len: usize,          // of a list, at most
+    positions: Vec<u32>, // [tokens, sets, len], or numbers of entries; ascending
     counts: Vec<u32>,    // [tokens, sets]
 }
 
@@ -55,7 +61,7 @@ impl Chosen {
     /// What KV head `head` of `heads` of a token attends to; the token sees more than [`most`](Chosen::most).
     pub(super) fn list(&self, token: usize, head: usize, heads: usize) -> &[u32] {
         let set = token * self.sets + head * self.sets / heads;
-        &self.positions[set * self.most..][..self.counts[set] as usize]
+        &self.positions[set * self.len..][..self.counts[set] as usize]
     }
 }
 
@@ -82,7 +88,9 @@ impl Select for Cpu {
         // Products of a block, or a mean of keys and angles.
         self.reserve(|scratch, heap| scratch.values.reserve(heap, &[(indexer.num_heads * keys).max(2 * dim)]))?;
         let of_raw = if matches!(indexer.score, Score::Gated { .. }) { 2 * dim } else { dim };
-        let raw = indexer.pools().then(|| self.heap.buffer(&[blocks, BLOCK_SIZE, of_raw])).transpose()?;
+        // A compressor keeps what entries are made of.
+        let pools = indexer.pools() && !matches!(indexer.score, Score::Entries { .. });
+        let raw = pools.then(|| self.heap.buffer(&[blocks, BLOCK_SIZE, of_raw])).transpose()?;
         Ok(Index { keys: self.heap.buffer(&[blocks, keys, dim])?, raw, of_raw, dim, keys_of_block: keys })
     }
 
@@ -108,9 +116,9 @@ impl Select for Cpu {
     }
 
     fn chosen(&self, indexer: &Indexer, max_tokens: usize) -> Result<Chosen> {
-        let (most, sets) = (indexer.most(), indexer.sets());
-        let (positions, counts) = (self.heap.zeros(&[max_tokens, sets, most])?, self.heap.zeros(&[max_tokens, sets])?);
-        Ok(Chosen { most, sets, positions, counts })
+        let (most, len, sets) = (indexer.most(), indexer.listed(), indexer.sets());
+        let (positions, counts) = (self.heap.zeros(&[max_tokens, sets, len])?, self.heap.zeros(&[max_tokens, sets])?);
+        Ok(Chosen { most, len, sets, positions, counts })
     }
 
     fn select_scratch(&self, _: &Indexer, _: usize) -> Result<()> {
@@ -180,7 +188,8 @@ impl Select for Cpu {
         (): &mut (),
         chosen: &mut Chosen,
     ) {
-        let (dim, heads, kernel, most) = (index.dim, indexer.num_heads, self.kernel, chosen.most);
+        let (dim, heads, kernel) = (index.dim, indexer.num_heads, self.kernel);
+        let (most, len) = (chosen.most, chosen.len);
         let (sets, in_block) = (chosen.sets, indexer.keys_of(BLOCK_SIZE));
         let choosing = |from: usize| batch.spans.iter().flat_map(|span| listed(span, most)).skip(from);
         let total = choosing(0).count();
@@ -231,7 +240,7 @@ impl Select for Cpu {
                         let (scores, to, count) = unsafe {
                             (
                                 scores.slice(at..at + row),
-                                positions.slice_mut(list * most..(list + 1) * most),
+                                positions.slice_mut(list * len..(list + 1) * len),
                                 counts.slice_mut(list..list + 1),
                             )
                         };
@@ -310,6 +319,11 @@ fn weigh(products: &[f32], weights: Option<&[f32]>, sums: &mut [f32]) {
 /// many.
 fn choose(indexer: &Indexer, scores: &[f32], seen: usize, work: &mut Numbers, to: &mut [u32]) -> usize {
     let (unit, top_k) = (indexer.unit, indexer.top_k);
+    if matches!(indexer.score, Score::Entries { .. }) {
+        let entries = seen / unit;
+        best(&scores[..entries], work.take(entries), top_k, |i, entry| to[i] = entry as u32);
+        return top_k;
+    }
     if unit == 1 {
         let order = work.take(seen);
         best(&scores[..seen], order, top_k, |i, place| to[i] = place as u32);
@@ -375,7 +389,9 @@ mod tests {
         let own = (seen - 1) / unit;
         let mut ranked: Vec<(f32, usize)> = match indexer.score {
             Score::Weighted { .. } => scores[..seen].iter().copied().zip(0..).collect(),
-            Score::Pooled | Score::Gated { .. } => scores[..seen / unit].iter().copied().zip(0..).collect(),
+            Score::Pooled | Score::Gated { .. } | Score::Entries { .. } => {
+                scores[..seen / unit].iter().copied().zip(0..).collect()
+            }
             Score::Largest => (0..=own)
                 .map(|u| {
                     let keys = &scores[u * unit..seen.min((u + 1) * unit)];
@@ -385,6 +401,11 @@ mod tests {
                 .collect(),
         };
         ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        if let Score::Entries { .. } = indexer.score {
+            let mut all: Vec<u32> = ranked[..indexer.top_k].iter().map(|&(_, u)| u as u32).collect();
+            all.sort_unstable();
+            return all;
+        }
         let taken = ranked[..indexer.top_k].iter().flat_map(|&(_, u)| u * unit..seen.min((u + 1) * unit));
         let rest = if indexer.score == Score::Pooled { seen / unit * unit..seen } else { 0..0 };
         let mut all: Vec<u32> = taken.chain(rest).map(|p| p as u32).collect();
@@ -402,13 +423,14 @@ mod tests {
         let mut work = Numbers::default();
         for round in 0..2000 {
             let mut below = |n: usize| (random.uniform() * n as f64) as usize;
-            let score = [Score::Weighted { latent: 1 }, Score::Largest, Score::Pooled][round % 3];
-            let unit = if round % 3 == 0 { 1 } else { [2, 4, 8, 16][below(4)] };
+            let scores = [Score::Weighted { latent: 1 }, Score::Largest, Score::Pooled, Score::Entries { latent: 1 }];
+            let score = scores[round % 4];
+            let unit = if round % 4 == 0 { 1 } else { [2, 4, 8, 16][below(4)] };
             let indexer = indexer(unit, 1 + below(9), score);
             let seen = indexer.most() + 1 + below(100);
             let levels = 1 + below(20); // few: many are equal
             let scores: Vec<f32> = (0..seen.next_multiple_of(BLOCK_SIZE)).map(|_| below(levels) as f32 - 3.0).collect();
-            let mut to = vec![u32::MAX; indexer.most()];
+            let mut to = vec![u32::MAX; indexer.listed()];
             let count = choose(&indexer, &scores, seen, &mut work, &mut to);
             assert_eq!(to[..count], naive(&indexer, &scores, seen), "{indexer:?}, {seen} seen");
         }

@@ -452,7 +452,7 @@ fn largest(x: &[f32], least: f32) -> f32 {
 }
 
 /// exp of one number, with the kernel's polynomial.
-fn exp(kernel: &dyn Kernel, x: f32) -> f32 {
+pub(super) fn exp(kernel: &dyn Kernel, x: f32) -> f32 {
     let mut one = [x];
     kernel.exp_sub(&mut one, 0.0);
     one[0]

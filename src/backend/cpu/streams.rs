@@ -7,12 +7,47 @@ use crate::Result;
 use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
 use crate::backend::{ConnectWeights, NgramInputs, NgramNorms, Streams};
-use crate::kernel::Rows;
+use crate::kernel::{Kernel, Rows};
 use crate::machine::workers::Shared;
 use crate::model::Connections;
 
 /// `|g|` is not less. Source: HF modeling_qwen4_exp, `Qwen4ExpTextPLELayer`.
 const SMALLEST_GATE: f32 = 1e-6;
+
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// `to = scale * (of_streams rms(x)) + base`, all streams normed together; `to` has a row of each.
+fn product_of_streams(
+    kernel: &dyn Kernel,
+    x: &[f32],
+    w: &ConnectWeights<'_, Cpu>,
+    (count, eps): (usize, f32),
+    to: &mut [f32],
+) {
+    let row = || Rows::new(x, 1, x.len());
+    let mut squares = [0.0];
+    kernel.dot_f32(row(), row(), &mut squares);
+    let scale = 1.0 / (squares[0] / x.len() as f32 + eps).sqrt();
+    kernel.dot_f32(Rows::new(w.of_streams, to.len(), x.len()), row(), to);
+    for (i, (m, base)) in to.iter_mut().zip(w.base).enumerate() {
+        *m = *m * scale * w.scale[(i / count).min(2)] + base;
+    }
+}
+
+impl Cpu {
+    /// `out[t] = sum over s of shares[t, s] * x[t, s]`.
+    fn sum_streams(&self, x: &Tensor, shares: &Tensor, out: &mut Tensor) {
+        let (kernel, width) = (self.kernel, out.cols());
+        self.each_row(out, |t, out, _| {
+            out.fill(0.0);
+            for (stream, share) in x.row(t).chunks_exact(width).zip(shares.row(t)) {
+                kernel.add_scaled(stream, *share, out);
+            }
+        });
+    }
+}
 
 impl Streams for Cpu {
     fn write_rows(&self, to: &mut Tensor, first: usize, numbers: &[f32]) -> Result<()> {
@@ -81,16 +116,8 @@ impl Streams for Cpu {
         let (kernel, count, width) = (self.kernel, of.count, out.cols());
         let (rows, all) = (of.rows(), count * width);
         assert!(x.cols() == all && shares.cols() == rows);
-        let sigmoid = |x: f32| 1.0 / (1.0 + (-x).exp());
         self.each_row(shares, |t, shares, _| {
-            let row = || Rows::new(x.row(t), 1, all);
-            let mut squares = [0.0];
-            kernel.dot_f32(row(), row(), &mut squares);
-            let scale = 1.0 / (squares[0] / all as f32 + eps).sqrt();
-            kernel.dot_f32(Rows::new(w.of_streams, rows, all), row(), shares);
-            for (i, (m, base)) in shares.iter_mut().zip(w.base).enumerate() {
-                *m = *m * scale * w.scale[(i / count).min(2)] + base;
-            }
+            product_of_streams(kernel, x.row(t), w, (count, eps), shares);
             let (pre, rest) = shares.split_at_mut(count);
             let (post, mixed) = rest.split_at_mut(count);
             pre.iter_mut().for_each(|pre| *pre = sigmoid(*pre) + of.eps);
@@ -114,13 +141,23 @@ impl Streams for Cpu {
                 }
             }
         });
-        let shares = &*shares;
-        self.each_row(out, |t, out, _| {
-            out.fill(0.0);
-            for (s, stream) in x.row(t).chunks_exact(width).enumerate() {
-                kernel.add_scaled(stream, shares.row(t)[s], out);
-            }
+        self.sum_streams(x, shares, out);
+    }
+
+    fn weigh_streams(
+        &self,
+        x: &Tensor,
+        w: &ConnectWeights<'_, Self>,
+        (of, eps): (Connections, f32),
+        shares: &mut Tensor,
+        out: &mut Tensor,
+    ) {
+        assert!(x.cols() == of.count * out.cols() && shares.cols() == of.count);
+        self.each_row(shares, |t, shares, _| {
+            product_of_streams(self.kernel, x.row(t), w, (of.count, eps), shares);
+            shares.iter_mut().for_each(|pre| *pre = sigmoid(*pre) + of.eps);
         });
+        self.sum_streams(x, shares, out);
     }
 
     fn connect_streams(&self, y: &Tensor, shares: &Tensor, x: &mut Tensor) {

@@ -105,6 +105,7 @@ fn upload_f32(cuda: &Arc<Cuda>, weight: &HostTensor<'_>) -> Result<DeviceBuffer<
 
 impl Load for CudaBackend {
     type Linear = Linear;
+    type Groups = ();
     type LatentUp = LatentUp;
     type DeltaNet = Rule;
     type Norm = DeviceBuffer<f32>;
@@ -157,7 +158,7 @@ impl Load for CudaBackend {
     }
 
     fn load_router(&self, router: RouterTensors<'_>) -> Result<RouterWeights> {
-        let RouterTensors { weight, bias, correction_bias, expert_scale } = router;
+        let RouterTensors { weight, bias, correction_bias, expert_scale, by_token: _ } = router;
         let weight = upload_f32(&self.cuda, &weight)?;
         let parts = DeviceBuffer::new(&self.cuda, 3 * weight.len())?;
         let (grid, count) = ([weight.len().div_ceil(SPLIT_THREADS), 1, 1], weight.len() as i32);

@@ -64,6 +64,7 @@ impl<B: Backend> Weights<B> {
                     pool,
                 }
             }
+            Score::Entries { .. } => panic!("what attends to entries has an indexer of its own"),
             Score::Largest => Self {
                 q: linear("index_q_proj", queries, hidden)?,
                 k: linear("index_k_proj", dim, hidden)?,
@@ -136,7 +137,7 @@ impl<B: Backend> Buffers<B> {
                 Score::Weighted { .. } | Score::Gated { .. } => {
                     Some(backend.tensor_f32(max_tokens, indexer.num_heads)?)
                 }
-                Score::Largest | Score::Pooled => None,
+                Score::Largest | Score::Pooled | Score::Entries { .. } => None,
             },
             gate: match indexer.score {
                 Score::Gated { .. } => Some(backend.tensor(max_tokens, indexer.head_dim)?),

@@ -27,8 +27,8 @@ pub struct Indexer {
     pub num_heads: usize,
     /// Width of a query or key.
     pub head_dim: usize,
-    /// As [`Rope::interleaved`](crate::model::Rope); the rotated numbers come first, and their angles are those of the
-    /// attention.
+    /// As [`Rope::interleaved`](crate::model::Rope); the rotated numbers come first (of entries last), and their angles
+    /// are those of the attention.
     pub interleaved: bool,
     /// Neighbouring positions that are chosen together, from a multiple of their number on.
     pub unit: usize,
@@ -59,6 +59,12 @@ pub enum Score {
         /// Width of the query latent.
         latent: usize,
     },
+    /// As `Weighted`, the key being an entry that a compressor makes of the unit. What is chosen are units, by their
+    /// number; only whole ones are scored, and taken. Source: HF modeling_deepseek_v4.
+    Entries {
+        /// Width of the query latent.
+        latent: usize,
+    },
 }
 
 impl Indexer {
@@ -68,7 +74,7 @@ impl Indexer {
     /// Sets of positions that a query has: its KV heads share them evenly.
     pub fn sets(&self) -> usize {
         match self.score {
-            Score::Weighted { .. } | Score::Pooled | Score::Gated { .. } => 1,
+            Score::Weighted { .. } | Score::Pooled | Score::Gated { .. } | Score::Entries { .. } => 1,
             Score::Largest => self.num_heads,
         }
     }
@@ -77,8 +83,13 @@ impl Indexer {
     pub fn most(&self) -> usize {
         match self.score {
             Score::Weighted { .. } | Score::Largest => self.top_k * self.unit,
-            Score::Pooled | Score::Gated { .. } => self.top_k * self.unit + self.unit - 1,
+            Score::Pooled | Score::Gated { .. } | Score::Entries { .. } => self.top_k * self.unit + self.unit - 1,
         }
+    }
+
+    /// Numbers of a list of what a query attends to, at most.
+    pub fn listed(&self) -> usize {
+        if matches!(self.score, Score::Entries { .. }) { self.top_k } else { self.most() }
     }
 
     /// Its projections in a model of this width.
@@ -91,6 +102,10 @@ impl Indexer {
             Score::Gated { latent } => {
                 let key = (self.head_dim, hidden);
                 vec![(queries, latent), key, key, (self.num_heads, hidden)]
+            }
+            // Overlapping: values and gates for two entries.
+            Score::Entries { latent } => {
+                vec![(queries, latent), (4 * self.head_dim, hidden), (self.num_heads, hidden)]
             }
             Score::Largest | Score::Pooled => vec![(queries, hidden), (self.head_dim, hidden)],
         }
@@ -115,14 +130,14 @@ impl Indexer {
 
     /// Whether keys are of several positions each.
     pub fn pools(&self) -> bool {
-        matches!(self.score, Score::Pooled | Score::Gated { .. })
+        matches!(self.score, Score::Pooled | Score::Gated { .. } | Score::Entries { .. })
     }
 
     /// Keys that are scored of so many positions, a multiple of the unit.
     pub fn keys_of(&self, positions: usize) -> usize {
         match self.score {
             Score::Weighted { .. } | Score::Largest => positions,
-            Score::Pooled | Score::Gated { .. } => positions / self.unit,
+            Score::Pooled | Score::Gated { .. } | Score::Entries { .. } => positions / self.unit,
         }
     }
 }

@@ -54,6 +54,14 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// A dimension between two.
+    pub(super) fn within(&self, name: &str, range: std::ops::RangeInclusive<usize>) -> Result<usize> {
+        match self.dim(name)? {
+            n if range.contains(&n) => Ok(n),
+            _ => Err(wrong(name, &format!("an integer from {} to {}", range.start(), range.end()))),
+        }
+    }
+
     /// Rows of a table that stays in its file.
     pub(super) fn table_rows(&self, name: &str) -> Result<usize> {
         self.up_to(MAX_TABLE_ROWS, &[name])

@@ -6,8 +6,8 @@
 use super::deepseek;
 use super::fields::{Fields, wrong};
 use crate::model::{
-    Activation, Attention, ChosenBy, Connections, Ffn, Indexer, Kda, KdaDecay, LayerConfig, Mla, Mlp, ModelConfig, Moe,
-    Residual, Score, Selection, SharedExpert,
+    Activation, Attention, ChosenBy, Connections, Ffn, Indexer, Kda, KdaDecay, LastRead, LayerConfig, Mla, Mlp,
+    ModelConfig, Moe, Residual, Score, Selection, SharedExpert,
 };
 use crate::{Error, Result};
 
@@ -29,15 +29,11 @@ pub(super) fn text(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect("attention_bias", false.into())?;
     f.expect("qk_rope_head_dim", 0.into())?;
     f.expect("index_kpool_always_select_tail", true.into())?;
-    let up_to = |name: &str, least: usize, most: usize| match f.dim(name)? {
-        n if (least..=most).contains(&n) => Ok(n),
-        _ => Err(wrong(name, &format!("an integer from {least} to {most}"))),
-    };
     let head_dim = f.heads("linear_head_dim")?;
     let kda = Kda {
         num_heads: f.heads("linear_num_heads")?,
         head_dim,
-        conv_width: up_to("linear_conv_kernel_dim", 2, MAX_CONV_WIDTH)?,
+        conv_width: f.within("linear_conv_kernel_dim", 2..=MAX_CONV_WIDTH)?,
         decay: KdaDecay::Bounded { lower: f.f64_or("linear_lower_bound", -5.0)? as f32 },
         gate_rank: Some(head_dim),
     };
@@ -66,10 +62,7 @@ pub(super) fn text(f: &Fields<'_>) -> Result<ModelConfig> {
     let kinds = f.layer_kinds("layer_types", ["full_attention", "linear_attention"])?;
     let is_full = |layer: usize| kinds.as_ref().map_or(layer % 4 == 3, |kinds| kinds[layer]);
     let attention = |layer| if is_full(layer) { Attention::Mla(mla.clone()) } else { Attention::Kda(kda.clone()) };
-    let activation = match f.f64_or("swiglu_limit", 0.0)? {
-        limit if limit > 0.0 => Activation::SiluOfClamped { limit: limit as f32 },
-        _ => Activation::Silu,
-    };
+    let activation = activation(f)?;
     let moe = deepseek::moe(f, deepseek::v3_router(f)?, 1)?;
     let shared = moe.shared.map(|shared| SharedExpert { mlp: Mlp { activation, ..shared.mlp }, ..shared });
     let of_layer = deepseek::ffn(f, Moe { activation, shared, ..moe }, 3)?;
@@ -77,14 +70,28 @@ pub(super) fn text(f: &Fields<'_>) -> Result<ModelConfig> {
         Ffn::Dense(mlp) => Ok(Ffn::Dense(Mlp { activation, ..mlp })),
         other => Ok(other),
     };
-    let connections = Connections {
-        count: up_to("hc_mult", 2, MAX_STREAMS)?,
-        iterations: up_to("hc_sinkhorn_iters", 1, MAX_ITERATIONS)?,
-        eps: f.f64_or("hc_eps", 1e-6)? as f32,
-    };
+    let connections = connections(f, LastRead::Mean)?;
     let layers = super::layers(f, attention, ffn)?;
     let connected = |layer| LayerConfig { residual: Residual::Connected(connections), ..layer };
     super::model(f, layers.into_iter().map(connected).collect())
+}
+
+/// Hyper-connections; `last`: what the output head reads.
+pub(super) fn connections(f: &Fields<'_>, last: LastRead) -> Result<Connections> {
+    Ok(Connections {
+        count: f.within("hc_mult", 2..=MAX_STREAMS)?,
+        iterations: f.within("hc_sinkhorn_iters", 1..=MAX_ITERATIONS)?,
+        eps: f.f64_or("hc_eps", 1e-6)? as f32,
+        last,
+    })
+}
+
+/// What is between the products of an MLP: its inputs are clamped where the config says at what.
+pub(super) fn activation(f: &Fields<'_>) -> Result<Activation> {
+    Ok(match f.f64_or("swiglu_limit", 0.0)? {
+        limit if limit > 0.0 => Activation::SiluOfClamped { limit: limit as f32 },
+        _ => Activation::Silu,
+    })
 }
 
 fn indexer(f: &Fields<'_>, latent: usize) -> Result<Indexer> {

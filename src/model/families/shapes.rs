@@ -45,6 +45,20 @@ const SHAPES: &[(&str, &str)] = &[
         "mscale": 1.0, "mscale_all_dim": 1.0}}"#,
     ),
     (
+        "deepseek-v4-flash",
+        r#"{"model_type": "deepseek_v4", "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64,
+        "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8,
+        "o_lora_rank": 1024, "sliding_window": 128, "compress_ratios":
+        [0, 0, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128,
+        4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128, 4],
+        "compress_rope_theta": 160000, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
+        "vocab_size": 129280, "n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 1,
+        "moe_intermediate_size": 2048, "num_hash_layers": 3, "scoring_func": "sqrtsoftplus", "norm_topk_prob": true,
+        "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
+        "max_position_embeddings": 1048576, "rope_theta": 10000, "rope_scaling": {"type": "yarn", "factor": 16,
+        "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}}"#,
+    ),
+    (
         "glm-5",
         r#"{"model_type": "glm_moe_dsa", "hidden_size": 6144, "intermediate_size": 12288, "num_hidden_layers": 78,
         "num_attention_heads": 64,

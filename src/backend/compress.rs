@@ -1,0 +1,101 @@
+//! `Compress`: entries that stand for several positions each, and attention over them and a window of positions.
+
+use super::load::Load;
+use super::recur::Recur;
+use super::select::Select;
+use crate::Result;
+use crate::config::KvBits;
+use crate::model::{Compressed, Compressor};
+
+/// What makes entries, as [`Compressor`] says.
+pub struct CompressRule<'a, B: Load> {
+    /// Its shape.
+    pub compressor: Compressor,
+    /// `[ratio, width]`
+    pub bias: &'a B::Norm,
+    /// `[dim]`
+    pub norm: &'a B::Norm,
+    /// Epsilon of the norm.
+    pub eps: f32,
+    /// Angle per position of each rotated pair; the pairs are neighbours, at an entry's end.
+    pub inv_freq: &'a B::Norm,
+    /// Where in a slot's numbers its open entries stand, and how many numbers a slot has.
+    pub state: (usize, usize),
+}
+
+/// What tokens attend to.
+pub struct Seen<'a, B: Compress> {
+    /// Positions of the window.
+    pub window: usize,
+    /// The layer's entries, if it has some.
+    pub entries: Option<&'a B::Entries>,
+    /// Which of them, where these are not all.
+    pub chosen: Option<&'a B::Chosen>,
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// A score per head that takes part in the softmax and has no value, `[num_heads]`.
+    pub sinks: &'a B::Norm,
+}
+
+/// Entries, and attention over them. `T` is the number of tokens in the batch. Positions of a sequence are in the slot
+/// of its span, as of [`Recur::delta_net`]. A device without these ops refuses models that need them.
+pub trait Compress: Select + Recur {
+    /// Entries of one layer: those that end in a block of positions lie in the block of the same number.
+    type Entries: Send;
+
+    /// Storage for the entries that end in `blocks` blocks.
+    fn entries(&self, _blocks: usize, _compressor: Compressor, _bits: KvBits) -> Result<Self::Entries> {
+        panic!("{LACKS}")
+    }
+    /// Bytes of a block.
+    fn entries_block_bytes(&self, _entries: &Self::Entries) -> usize {
+        panic!("{LACKS}")
+    }
+    /// Copies a block to `out`, as [`Attend::kv_to_host`](super::Attend::kv_to_host) does.
+    fn entries_to_host(&self, _entries: &Self::Entries, _block: usize, _out: &mut [u8]) {
+        panic!("{LACKS}")
+    }
+    /// The same, back to any block.
+    fn entries_to_device(&self, _entries: &mut Self::Entries, _block: usize, _from: &[u8]) {
+        panic!("{LACKS}")
+    }
+    /// Takes what [`Compress::attend_entries`] needs.
+    fn reserve_entries(&self, _config: &Compressed) -> Result<()> {
+        panic!("{LACKS}")
+    }
+    /// Takes the tokens' values and gates, `[T, 2 * width]`, into open entries; position 0 begins anew. A token that
+    /// ends an entry has it in its row of `out`, `[T, dim]`; other rows are undefined.
+    fn compress(
+        &self,
+        _state: &mut Self::State,
+        _batch: &Self::Batch,
+        _rule: &CompressRule<'_, Self>,
+        _x: &Self::Tensor,
+        _out: &mut Self::Tensor,
+    ) {
+        panic!("{LACKS}")
+    }
+    /// Stores the rows of tokens that end an entry.
+    fn entries_write(&self, _entries: &mut Self::Entries, _batch: &Self::Batch, _rows: &Self::Tensor) {
+        panic!("{LACKS}")
+    }
+    /// The same as index keys, of entries of so many positions.
+    fn index_entries(&self, _index: &mut Self::Index, _batch: &Self::Batch, _ratio: usize, _rows: &Self::Tensor) {
+        panic!("{LACKS}")
+    }
+    /// Attention of `q`, `[T, heads * dim]`, over the window's rows of `kv`, `[T, dim]`, and of those before them,
+    /// which the slots of `state` keep, and over entries: keys and values both. Leaves in the slots what comes next;
+    /// `out` is `[T, heads * dim]`.
+    fn attend_entries(
+        &self,
+        _state: &mut Self::State,
+        _batch: &Self::Batch,
+        _seen: &Seen<'_, Self>,
+        _queries: (&Self::Tensor, &Self::Tensor),
+        _out: &mut Self::Tensor,
+    ) {
+        panic!("{LACKS}")
+    }
+}
+
+const LACKS: &str = "a device without compressed attention refuses models that have it";

@@ -1,0 +1,234 @@
+//! A window of keys that are values, beside entries that stand for several positions each: the cache holds entries, the
+//! slots of sequences their windows and open entries.
+
+use super::{Layer, Step};
+use crate::Result;
+use crate::backend::tensor::HostTensor;
+use crate::backend::{Backend, CompressRule, IndexQueries, Seen};
+use crate::forward::join::{Partial, Stream, join};
+use crate::forward::kv_cache::LayerCache;
+use crate::forward::loader::Loader;
+use crate::model::{Compressed, Compressor, Indexer, Selection};
+
+/// Projections, and what is between them.
+pub struct Weights<B: Backend> {
+    q_a: B::Linear,    // [q_lora_rank, hidden]
+    q_a_norm: B::Norm, // [q_lora_rank]
+    q_b: B::Linear,    // [num_heads * head_dim, q_lora_rank]
+    q_norm: B::Norm,   // [head_dim], ones
+    kv: B::Linear,     // [head_dim, hidden]
+    kv_norm: B::Norm,  // [head_dim]
+    sinks: B::Norm,    // [num_heads]
+    inv_freq: B::Norm, // [rope.dim / 2]
+    o_a: B::Groups,    // of each group [o_lora_rank, heads of a group * head_dim]
+    o_b: B::Linear,    // [hidden, groups * o_lora_rank]
+    compressor: Option<CompressorWeights<B>>,
+    indexer: Option<IndexerWeights<B>>,
+}
+
+/// What makes entries.
+struct CompressorWeights<B: Backend> {
+    of: Compressor,
+    product: B::Linear, // [2 * width, hidden]: values, then gates
+    bias: B::Norm,      // [ratio, width]
+    norm: B::Norm,      // [dim]
+}
+
+/// What chooses among them.
+struct IndexerWeights<B: Backend> {
+    q: B::Linear,       // [num_heads * head_dim, q_lora_rank]
+    weights: B::Linear, // [num_heads, hidden]
+    keys: CompressorWeights<B>,
+}
+
+impl<B: Backend> CompressorWeights<B> {
+    fn load(loader: &Loader<'_, B>, name: &str, of: Compressor) -> Result<Self> {
+        let (backend, source, hidden) = (loader.backend, loader.source, loader.model.hidden_size);
+        let part = |which: &str| source.matrix(&format!("{name}.{which}.weight"), of.width(), hidden);
+        let both = HostTensor::stacked(&[part("wkv")?, part("wgate")?]);
+        Ok(Self {
+            of,
+            product: backend.load_linear(both, None, loader.bits)?,
+            bias: backend.load_norm(source.numbers(&format!("{name}.ape"), &[of.ratio, of.width()])?)?,
+            norm: loader.norm(&format!("{name}.norm.weight"), of.dim)?,
+        })
+    }
+}
+
+impl<B: Backend> Weights<B> {
+    pub(super) fn load(loader: &Loader<'_, B>, layer: &str, a: &Compressed) -> Result<Self> {
+        let (backend, source, names) = (loader.backend, loader.source, &loader.model.names);
+        let name = format!("{layer}.{}", names.attention);
+        let (hidden, heads) = (loader.model.hidden_size, a.num_heads * a.head_dim);
+        let linear = |part: &str, n, k| loader.linear(&format!("{name}.{part}"), n, k, false);
+        let norm = |part: &str, len| loader.norm(&format!("{name}.{part}.weight"), len);
+        let (low, of_group) = (a.groups * a.o_lora_rank, heads / a.groups);
+        let o_a = source.matrix(&format!("{name}.wo_a.weight"), low, of_group)?;
+        let indexer = match (a.selection.as_ref().and_then(Selection::own), a.key_compressor()) {
+            (Some(own), Some(keys)) => Some(IndexerWeights {
+                q: linear("indexer.wq_b", own.num_heads * own.head_dim, a.q_lora_rank)?,
+                weights: linear("indexer.weights_proj", own.num_heads, hidden)?,
+                keys: CompressorWeights::load(loader, &format!("{name}.indexer.compressor"), keys)?,
+            }),
+            _ => None,
+        };
+        Ok(Self {
+            q_a: linear("wq_a", a.q_lora_rank, hidden)?,
+            q_a_norm: norm("q_norm", a.q_lora_rank)?,
+            q_b: linear("wq_b", heads, a.q_lora_rank)?,
+            q_norm: backend.load_made_norm(a.head_dim, || vec![1.0; a.head_dim])?,
+            kv: linear("wkv", a.head_dim, hidden)?,
+            kv_norm: norm("kv_norm", a.head_dim)?,
+            sinks: backend.load_norm(source.vector(&format!("{name}.{}", names.sinks), a.num_heads)?)?,
+            inv_freq: backend.load_made_norm(a.rope.dim / 2, || a.rope.inv_freq())?,
+            o_a: backend.load_groups(a.groups, o_a, loader.bits)?,
+            o_b: linear("wo_b", hidden, low)?,
+            compressor: match a.compressor {
+                Some(of) => Some(CompressorWeights::load(loader, &format!("{name}.compressor"), of)?),
+                None => None,
+            },
+            indexer,
+        })
+    }
+
+    pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
+        let index = self.indexer.iter().flat_map(|indexer| [&indexer.q, &indexer.weights, &indexer.keys.product]);
+        let compressor = self.compressor.iter().map(|of| &of.product);
+        let all = [&self.q_a, &self.q_b, &self.kv, &self.o_b].into_iter().chain(compressor).chain(index);
+        all.map(|w| backend.linear_bytes(w)).sum::<usize>() + backend.groups_bytes(&self.o_a)
+    }
+}
+
+/// Activations of one layer.
+pub(super) struct Buffers<B: Backend> {
+    q_latent: B::Tensor, // [T, q_lora_rank]
+    normed: B::Tensor,   // [T, q_lora_rank]
+    q: B::Tensor,        // [T, num_heads * head_dim]
+    kv: B::Tensor,       // [T, head_dim]
+    out: B::Tensor,      // [T, num_heads * head_dim]
+    low: B::Tensor,      // [T, groups * o_lora_rank]
+    compressor: Option<CompressorBuffers<B>>,
+    indexer: Option<IndexerBuffers<B>>,
+}
+
+/// Activations of a compressor.
+struct CompressorBuffers<B: Backend> {
+    x: B::Tensor,       // [T, 2 * width]
+    entries: B::Tensor, // [T, dim]
+}
+
+/// Activations of an indexer.
+struct IndexerBuffers<B: Backend> {
+    q: B::Tensor,       // [T, num_heads * head_dim]
+    weights: B::Tensor, // [T, num_heads], f32
+    keys: CompressorBuffers<B>,
+    scratch: B::SelectScratch,
+}
+
+impl<B: Backend> CompressorBuffers<B> {
+    fn new(backend: &B, of: Compressor, max_tokens: usize) -> Result<Self> {
+        Ok(Self { x: backend.tensor(max_tokens, 2 * of.width())?, entries: backend.tensor(max_tokens, of.dim)? })
+    }
+
+    fn tensors(&mut self) -> [&mut B::Tensor; 2] {
+        [&mut self.x, &mut self.entries]
+    }
+}
+
+impl<B: Backend> IndexerBuffers<B> {
+    fn new(backend: &B, own: &Indexer, keys: Compressor, max_tokens: usize) -> Result<Self> {
+        Ok(Self {
+            q: backend.tensor(max_tokens, own.num_heads * own.head_dim)?,
+            weights: backend.tensor_f32(max_tokens, own.num_heads)?,
+            keys: CompressorBuffers::new(backend, keys, max_tokens)?,
+            scratch: backend.select_scratch(own, max_tokens)?,
+        })
+    }
+}
+
+impl<B: Backend> Buffers<B> {
+    pub(super) fn new(backend: &B, a: &Compressed, _: &LayerCache<B>, max_tokens: usize) -> Result<Self> {
+        let tensor = |cols| backend.tensor(max_tokens, cols);
+        backend.reserve_entries(a)?;
+        let own = a.selection.as_ref().and_then(Selection::own).zip(a.key_compressor());
+        Ok(Self {
+            q_latent: tensor(a.q_lora_rank)?,
+            normed: tensor(a.q_lora_rank)?,
+            q: tensor(a.num_heads * a.head_dim)?,
+            kv: tensor(a.head_dim)?,
+            out: tensor(a.num_heads * a.head_dim)?,
+            low: tensor(a.groups * a.o_lora_rank)?,
+            compressor: a.compressor.map(|of| CompressorBuffers::new(backend, of, max_tokens)).transpose()?,
+            indexer: own.map(|(own, keys)| IndexerBuffers::new(backend, own, keys, max_tokens)).transpose()?,
+        })
+    }
+
+    pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
+        let Self { q_latent, normed, q, kv, out, low, compressor, indexer } = self;
+        let index = indexer.iter_mut().flat_map(|of| {
+            let [x, entries] = of.keys.tensors();
+            [&mut of.q, &mut of.weights, x, entries]
+        });
+        let compressor = compressor.iter_mut().flat_map(CompressorBuffers::tensors);
+        for t in [q_latent, normed, q, kv, out, low].into_iter().chain(compressor).chain(index) {
+            backend.set_rows(t, rows);
+        }
+    }
+}
+
+pub(super) fn attention<B: Backend>(
+    step: &Step<'_, B>,
+    Layer { config, weights: w, cache, chosen }: Layer<'_, B, Compressed, Weights<B>>,
+    Buffers { q_latent, normed, q, kv, out, low, compressor, indexer }: &mut Buffers<B>,
+    h: &mut B::Tensor,
+    stream: &mut Stream<'_, B>,
+) -> Result<()> {
+    let (backend, batch, eps) = (step.backend, step.batch, step.norm_eps);
+    let (dim, at) = (config.head_dim, config.rope_at());
+    let rotary = step.rotary.as_ref().expect("the attention has a rope");
+    stream.settle(backend, h); // compressors read it as well
+    backend.linears(h, [(&w.q_a, &mut *q_latent), (&w.kv, &mut *kv)]);
+    backend.rms_norm(q_latent, &w.q_a_norm, eps, normed);
+    backend.linear(&w.q_b, normed, q);
+    backend.rms_norm_heads(q, &w.q_norm, eps, 0..config.num_heads * dim);
+    backend.rope(q, dim, at, rotary);
+    backend.rms_norm_heads(kv, &w.kv_norm, eps, 0..dim);
+    backend.rope(kv, dim, at, rotary);
+
+    let (mut entries, index, state) = cache.compressed();
+    let of_slot: usize = [config.compressor, config.key_compressor()].iter().flatten().map(Compressor::state).sum();
+    let mut compress = |w_of: &CompressorWeights<B>, at: usize, to: &mut CompressorBuffers<B>| {
+        backend.linear(&w_of.product, h, &mut to.x);
+        let CompressorWeights { of, bias, norm, .. } = w_of;
+        let rule = CompressRule { compressor: *of, bias, norm, eps, inv_freq: &w.inv_freq, state: (at, of_slot) };
+        backend.compress(state, batch, &rule, &to.x, &mut to.entries);
+    };
+    if let (Some(of), Some(to), Some(entries)) = (&w.compressor, compressor, &mut entries) {
+        compress(of, 0, to);
+        backend.entries_write(entries, batch, &to.entries);
+    }
+    let selection = config.selection.as_ref().map(|selection| &selection.indexer);
+    if let (Some(own), Some(w), Some(to), Some(index), Some(of)) =
+        (selection, &w.indexer, indexer, index, config.compressor)
+    {
+        compress(&w.keys, of.state(), &mut to.keys);
+        backend.index_entries(index, batch, of.ratio, &to.keys.entries);
+        backend.linear(&w.q, normed, &mut to.q);
+        backend.rope(&mut to.q, own.head_dim, own.head_dim - config.rope.dim, rotary);
+        backend.linear(&w.weights, h, &mut to.weights);
+        let chosen = chosen.as_mut().expect("a model with an indexer has room for its choice");
+        let queries = IndexQueries { q: &to.q, weights: Some(&to.weights) };
+        backend.select(index, batch, own, &queries, &mut to.scratch, chosen);
+    }
+    let seen = Seen {
+        window: config.window,
+        entries: entries.as_deref(),
+        chosen: chosen.as_ref().filter(|_| config.selection.is_some()),
+        scale: 1.0 / (dim as f32).sqrt(),
+        sinks: &w.sinks,
+    };
+    backend.attend_entries(state, batch, &seen, (q, kv), out);
+    backend.rope_back(out, dim, at, rotary);
+    backend.linear_groups(&w.o_a, out, low);
+    join(backend, Partial::Product(&w.o_b, low), stream)
+}

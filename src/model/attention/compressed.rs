@@ -1,0 +1,137 @@
+//! One key head whose keys are its values: a window of the last positions, and entries that stand for several each.
+
+use super::{Facts, Indexer, Matrix, Selection, StateShape};
+use crate::model::Rope;
+
+/// DeepSeek-V4's attention. Source: HF modeling_deepseek_v4.
+///
+/// ```text
+/// q   = rope(rms(wq_b rms_w(wq_a in)))      of each head; kv = rope(rms_w(wkv in)): a position's key and value
+/// o   = softmax over the window's kv, the entries and a sink of (q . kv / sqrt(head_dim)), times kv, rotated back
+/// out = wo_b (of each group of heads: wo_a o)
+/// ```
+///
+/// Keys and values of positions are a part of the state: nothing but entries is cached.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Compressed {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Width of a query, and of the key that is its value.
+    pub head_dim: usize,
+    /// Width of the query latent.
+    pub q_lora_rank: usize,
+    /// Rotary embedding of the last numbers of queries, keys and entries.
+    pub rope: Rope,
+    /// Positions that a token sees, itself included.
+    pub window: usize,
+    /// Groups of heads, each with a projection of its own, to as many numbers as `o_lora_rank` says.
+    pub groups: usize,
+    /// Numbers of a group's output.
+    pub o_lora_rank: usize,
+    /// What makes entries of positions; `None`: the layer has only its window.
+    pub compressor: Option<Compressor>,
+    /// Entries that queries attend to; `None`: all that they see.
+    pub selection: Option<Selection>,
+}
+
+/// Makes an entry of each `ratio` positions: in every number a sum of theirs, weighted by the softmax of a gate and a
+/// bias of the place; then an RMS norm, and a rotation to the first position.
+///
+/// ```text
+/// entry_i = rope(rms_w(sum_j softmax_j(gate_j + bias_j) value_j))     over positions [i ratio, (i + 1) ratio)
+/// ```
+///
+/// Where entries overlap, positions have two values and gates: the first for the entry after theirs. An entry is seen
+/// from the last of its positions on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Compressor {
+    /// Numbers of an entry.
+    pub dim: usize,
+    /// Positions of an entry.
+    pub ratio: usize,
+    /// Whether an entry is also made of the positions before its own.
+    pub overlaps: bool,
+}
+
+impl Compressor {
+    /// Entries that are not whole at a time.
+    pub fn open(&self) -> usize {
+        if self.overlaps { 2 } else { 1 }
+    }
+
+    /// Values of a position, and as many gates.
+    pub fn width(&self) -> usize {
+        self.open() * self.dim
+    }
+
+    /// Numbers of the open entries: of each number of an entry the largest gate, the sum of shares and that of values.
+    pub fn state(&self) -> usize {
+        self.open() * 3 * self.dim
+    }
+
+    /// Entries that end before `position`.
+    pub fn ended(&self, position: usize) -> usize {
+        position / self.ratio
+    }
+
+    /// Whether an entry ends at `position`.
+    pub fn ends_at(&self, position: usize) -> bool {
+        (position + 1).is_multiple_of(self.ratio)
+    }
+}
+
+impl Compressed {
+    /// First rotated number of a head.
+    pub fn rope_at(&self) -> usize {
+        self.head_dim - self.rope.dim
+    }
+
+    /// What makes the indexer's keys.
+    pub fn key_compressor(&self) -> Option<Compressor> {
+        let own = self.selection.as_ref().and_then(Selection::own)?;
+        Some(Compressor { dim: own.head_dim, ..self.compressor? })
+    }
+}
+
+impl Facts for Compressed {
+    fn entries(&self) -> Option<Compressor> {
+        self.compressor
+    }
+
+    fn rope(&self) -> Option<&Rope> {
+        Some(&self.rope)
+    }
+
+    fn selection(&self) -> Option<&Selection> {
+        self.selection.as_ref()
+    }
+
+    fn state(&self) -> Option<StateShape> {
+        let numbers = [self.compressor, self.key_compressor()].iter().flatten().map(Compressor::state).sum();
+        Some(StateShape { past_inputs: self.window, channels: self.head_dim, numbers })
+    }
+
+    fn widths(&self) -> [usize; 8] {
+        let [index, dim] = self.selection.as_ref().map_or([0, 0], |s| [s.indexer.num_heads, s.indexer.head_dim]);
+        let compressed = self.compressor.map_or(0, |of| of.width());
+        [self.num_heads, self.head_dim, self.q_lora_rank, self.groups, self.o_lora_rank, compressed, index, dim]
+    }
+
+    fn matrices(&self, hidden: usize) -> Vec<Matrix> {
+        let heads = self.num_heads * self.head_dim;
+        let own = [(self.q_lora_rank, hidden), (heads, self.q_lora_rank), (self.head_dim, hidden)];
+        let out = [(self.groups * self.o_lora_rank, heads / self.groups), (hidden, self.groups * self.o_lora_rank)];
+        let compressor = self.compressor.iter().map(|of| (2 * of.width(), hidden));
+        let index = self.selection.as_ref().and_then(Selection::own).map_or(vec![], |own| own.matrices(hidden));
+        own.into_iter().chain(out).chain(compressor).chain(index).collect()
+    }
+
+    fn products_per_pair(&self) -> usize {
+        let index = self.selection.as_ref().and_then(Selection::own).map_or(0, Indexer::products_per_pair);
+        self.compressor.map_or(0, |of| (2 * self.num_heads * self.head_dim + index) / of.ratio)
+    }
+
+    fn gpu_lacks(&self) -> Option<String> {
+        Some("the GPU has no attention over entries of several positions".into())
+    }
+}
