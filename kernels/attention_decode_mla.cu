@@ -6,6 +6,8 @@
 // q [T, heads * key_dim], out [T, heads * value_dim] bf16; key_dim <= 576, value_dim <= 512, multiples of 8. A negative
 // rows[i] is skipped.
 //
+// sinks [heads] or null: scores that take part in the softmax and bring no value.
+//
 // attend_latent_decode_{16|32}_{bf16|e4m3}: 16 or 32 heads to a block, its tile (16 if heads <= 16).
 //
 // How a block works: decode_wide.cuh.
@@ -21,14 +23,14 @@ constexpr int LATENT = 576;
 #define DECODE_MLA_ARGUMENTS(Cache)                                                                                    \
     const bf16 *q, const AS_BYTES(Cache) * keys, bf16 *out, float *partial, float2 *states, const int *rows,           \
         const int *positions, const int *token_seq, const int *seq_blocks, const uint32_t *block_table, int heads,     \
-        int key_dim, int value_dim, float scale
+        int key_dim, int value_dim, float scale, const float *sinks
 #define DECODE_MLA(name, H, STAGES, Cache, SHARED)                                                                     \
     static_assert(SHARED == (WideRing<LATENT, false, H / 16, STAGES, Cache>::BYTES), "shared memory of " #name);       \
     KERNEL_TILE(name, H)                                                                                               \
     KERNEL(name, 8 * H, SHARED, DECODE_MLA_ARGUMENTS(Cache)) {                                                         \
         begin_kernel();                                                                                                \
         decode_wide<LATENT, false, H / 16, STAGES, Cache>({q, keys, nullptr, out, partial, states, rows, positions,    \
-            token_seq, seq_blocks, block_table, heads, 1, key_dim, value_dim, scale, {NO_WINDOW, 0}, nullptr});        \
+            token_seq, seq_blocks, block_table, heads, 1, key_dim, value_dim, scale, {NO_WINDOW, 0}, sinks});          \
     }
 DECODE_MLA(attend_latent_decode_16_bf16, 16, 4, bf16, 82944)
 DECODE_MLA(attend_latent_decode_32_bf16, 32, 4, bf16, 91136)

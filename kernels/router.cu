@@ -1,7 +1,7 @@
 // Choosing experts: logits -> scores -> (groups) -> top k -> weights. All f32; of equal scores the lower id wins.
 //
 //   l        logit + offset; with a soft cap, cap * tanh(l / cap) of that
-//   s        softmax: exp(l - max) / sum; sigmoid: 1 / (1 + exp(-l))
+//   s        softmax: exp(l - max) / sum; sigmoid: 1 / (1 + exp(-l)); or sqrt(ln(1 + exp(l)))
 //   chosen   the largest s + bias, among the experts of the best groups
 //   weight   s of the chosen, divided by their sum if `normalize`, times `scaling`, times its `expert_scale`
 //
@@ -9,7 +9,8 @@
 // experts, top MAX_TOP_K.
 //
 //   route_choose: grid (ceil(tokens / TOKENS))
-//       From logits [tokens, experts].
+//       From logits [tokens, experts]. by_token, null or [vocab, top_k]: the experts of each token of `ids_of`, in the
+//       place of the best.
 //   route_few: grid (experts + 1)
 //       Up to FEW tokens: h = rmsnorm(x) in bf16; logits = w h in f32, then the same. A block owns an expert, and the
 //       last one of these to end chooses; one more writes h. `counter`: one u32, 0 between launches.
@@ -20,8 +21,10 @@
 constexpr int MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_GROUPS = 32, TOKENS = 4, FEW = 8, CHOICES = 256;
 static_assert(MAX_TOP_K <= WARP && MAX_GROUPS <= WARP, "a lane for each");
 
+constexpr int SIGMOID = 1, SQRT_SOFTPLUS = 2; // of a RouterShape; 0: softmax
+
 struct RouterShape {
-    int experts, top_k, sigmoid, normalize, groups, group_top_k, group_by_two;
+    int experts, top_k, scoring, normalize, groups, group_top_k, group_by_two;
     float scaling, softcap; // softcap 0: none
 };
 
@@ -36,16 +39,22 @@ __device__ __forceinline__ void warp_best(float& value, int& index) {
 }
 
 // Of one token, by one warp; s and rank [experts] are scratch in shared memory. offsets, bias, expert_scale: null,
-// or [experts].
+// or [experts]; given: null, or [top_k].
 __device__ __forceinline__ void choose(const float* logits, const float* offsets, const float* bias,
-    const float* expert_scale, const RouterShape& shape, float* s, float* rank, int* ids, float* weights) {
+    const float* expert_scale, const int* given, const RouterShape& shape, float* s, float* rank, int* ids,
+    float* weights) {
     const int lane = threadIdx.x % WARP, experts = shape.experts;
     auto logit = [&](int e) {
         const float l = __ldcg(logits + e) + (offsets ? offsets[e] : 0.0f);
         return shape.softcap == 0.0f ? l : shape.softcap * tanhf(l / shape.softcap);
     };
-    if (shape.sigmoid) {
+    if (shape.scoring == SIGMOID) {
         for (int e = lane; e < experts; e += WARP) s[e] = 1.0f / (1.0f + expf(-logit(e)));
+    } else if (shape.scoring == SQRT_SOFTPLUS) {
+        for (int e = lane; e < experts; e += WARP) {
+            const float l = logit(e);
+            s[e] = sqrtf(l > 20.0f ? l : log1pf(expf(l)));
+        }
     } else {
         float top = -INFINITY, sum = 0.0f;
         for (int e = lane; e < experts; e += WARP) top = fmaxf(top, s[e] = logit(e));
@@ -88,9 +97,13 @@ __device__ __forceinline__ void choose(const float* logits, const float* offsets
     for (int i = 0; i < shape.top_k; i++) {
         float value = -INFINITY;
         int index = MAX_EXPERTS;
-        for (int e = lane; e < experts; e += WARP)
-            if (rank[e] > value) value = rank[e], index = e;
-        warp_best(value, index);
+        if (given)
+            index = given[i];
+        else {
+            for (int e = lane; e < experts; e += WARP)
+                if (rank[e] > value) value = rank[e], index = e;
+            warp_best(value, index);
+        }
         if (index == MAX_EXPERTS) break; // NaN: nothing compares
         const float score = s[index];
         __syncwarp();
@@ -107,13 +120,15 @@ __device__ __forceinline__ void choose(const float* logits, const float* offsets
 }
 
 KERNEL(route_choose, TOKENS* WARP, 0, const float* logits, const float* offsets, const float* bias,
-    const float* expert_scale, RouterShape shape, int tokens, int* ids, float* weights) {
+    const float* expert_scale, const uint32_t* ids_of, const int* by_token, RouterShape shape, int tokens, int* ids,
+    float* weights) {
     __shared__ float scores[TOKENS][MAX_EXPERTS], ranks[TOKENS][MAX_EXPERTS];
     begin_kernel();
     const int warp = threadIdx.x / WARP, token = blockIdx.x * TOKENS + warp;
     if (token >= tokens) return;
     const size_t at = (size_t)token * shape.top_k;
-    choose(logits + (size_t)token * shape.experts, offsets, bias, expert_scale, shape, scores[warp], ranks[warp],
+    const int* given = by_token ? by_token + (size_t)ids_of[token] * shape.top_k : nullptr;
+    choose(logits + (size_t)token * shape.experts, offsets, bias, expert_scale, given, shape, scores[warp], ranks[warp],
         ids + at, weights + at);
 }
 
@@ -205,7 +220,7 @@ KERNEL(route_few, FEW* WARP, 0, const __grid_constant__ RouteFew a) {
     if (!last || warp >= tokens) return;
     __threadfence();
     const size_t at = (size_t)warp * a.shape.top_k;
-    choose(a.logits + (size_t)warp * a.shape.experts, a.offsets, a.bias, a.expert_scale, a.shape, scores[warp],
+    choose(a.logits + (size_t)warp * a.shape.experts, a.offsets, a.bias, a.expert_scale, nullptr, a.shape, scores[warp],
         ranks[warp], a.ids + at, a.weights + at);
 }
 

@@ -1,7 +1,7 @@
 // Ops on single rows: embedding, RMS norm, RoPE, SiLU, gates, gathering, steering.
 //
 //   rms_norm      out[c] = x[c] / sqrt(mean(x^2) + eps) * w[c]
-//   rope          (a, b) -> (a cos - b sin, b cos + a sin) for pairs (i, i + half) or (2i, 2i + 1)
+//   rope          (a, b) -> (a cos - b sin, b cos + a sin) for pairs (i, i + half) or (2i, 2i + 1); `back`: by -angle
 //   activate      out = activation(gate, up) (activation.cuh)
 //   gate          x *= 1 / (1 + exp(-gate)), or ln(1 + exp(gate))
 //   gate_rows     x[t] = x[t] / (1 + exp(-(w . h[t])))
@@ -99,7 +99,8 @@ KERNEL(rope_angles, ANGLE_THREADS, 0, const uint32_t* positions, const float* in
 }
 
 // Columns [at, at + 2 half) of each of `heads` heads, in place.
-KERNEL(rope, ROW_THREADS, 0, bf16* x, const float* angles, int heads, int head_dim, int at, int half, int interleaved) {
+KERNEL(rope, ROW_THREADS, 0, bf16* x, const float* angles, int heads, int head_dim, int at, int half, int interleaved,
+    int back) {
     begin_kernel();
     const float* cos_row = angles + (size_t)blockIdx.x * 2 * half;
     const float* sin_row = cos_row + half;
@@ -107,7 +108,7 @@ KERNEL(rope, ROW_THREADS, 0, bf16* x, const float* angles, int heads, int head_d
         const int head = i / half, pair = i % half;
         bf16* part = x + ((size_t)blockIdx.x * heads + head) * head_dim + at;
         bf16 *a = part + (interleaved ? 2 * pair : pair), *b = part + (interleaved ? 2 * pair + 1 : pair + half);
-        const float u = to_f32(*a), v = to_f32(*b), c = cos_row[pair], s = sin_row[pair];
+        const float u = to_f32(*a), v = to_f32(*b), c = cos_row[pair], s = back ? -sin_row[pair] : sin_row[pair];
         *a = to_bf16(u * c - v * s);
         *b = to_bf16(v * c + u * s);
     }

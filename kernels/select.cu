@@ -9,6 +9,9 @@
 //   The same for pooled keys, of the units that end with the tokens: the mean of k over the unit, normed, rotated as
 //   its first position. Of each position there is k in raw [blocks, 64, dim], of each first one the angles in firsts
 //   [blocks, 64 / unit, dim].
+// index_pool_gates: grid (T)
+//   The same for keys that are sums over the unit, weighted in each number by the softmax of a gate and a bias of the
+//   place; a LayerNorm comes before, nothing rotates. raw [blocks, 64, 2, dim]: key and gate of each position, bf16.
 // index_scores: grid (ceil(keys / (64 * SCORE_PAGES)), n)
 //   scores[i, s] = sum_h weights[t, h] relu(q[t, h] . keys[s])   t = first + i, s up to the token's own position, or of
 //   pooled keys those of whole units, of which a block has `in_block`; without weights these are ones
@@ -21,9 +24,10 @@
 //   lists[t, set] [most] = the positions of the `top_k` best units of `unit` positions, ascending, of equals the lower;
 //   counts[t] how many, the same for each set
 //   A unit's score is the largest of its positions', and the last unit is always taken; units [n, sets, pitch] is room
-//   for that, and not used where a unit is a position. `pooled`: scores are of whole units, and the positions after the
-//   last one are always taken besides. A token that sees no more than `most` gets all that it sees. With parts > 1 it
-//   chooses of what index_best_parts chose, which gives the same.
+//   for that, and not used where a unit is a position. `pooled` 1: scores are of whole units, and the positions after
+//   the last one are always taken besides. 2: lists [T, set, top_k] have the numbers of units, whole ones alone, and
+//   only of tokens that see more than `most` positions. Else a token that sees no more than that gets all that it sees.
+//   With parts > 1 it chooses of what index_best_parts chose, which gives the same.
 // select_gather: grid (ceil(most / GATHER_ROWS), n)
 //   Entry j of lists[t] becomes position j of row i, in pages that follow each other: to [n, pages, kv_heads, 64, key]
 //   positions[i] = counts[t] - 1: with it, and tables that count, the decode kernels read what was gathered.
@@ -87,6 +91,44 @@ KERNEL(index_pool, 128, 0, const bf16* k, const float* weight, float eps, const 
     if (i >= dim) return;
     const float* of = before ? firsts + at / unit * dim : angles + (size_t)(t - inside) * 2 * half;
     keys[at / unit * dim + i] = to_bf16(rotated(row, of, half, interleaved, i));
+}
+
+KERNEL(index_pool_gates, 128, 0, const bf16* k, const bf16* gate, const float* weight, const float* norm_bias,
+    float eps, const float* bias, bf16* keys, bf16* raw, const int* positions, const int* token_seq,
+    const int* seq_first, const int* seq_blocks, const uint32_t* block_table, int dim, int unit) {
+    begin_kernel();
+    __shared__ float scratch[WARP + 1];
+    const int t = blockIdx.x, i = threadIdx.x, position = positions[t];
+    if (position < 0) return;
+    const int sequence = token_seq[t], inside = position % unit;
+    const size_t at = (size_t)block_table[seq_blocks[sequence] + position / PAGE] * PAGE + position % PAGE;
+    // As it is kept, whether it is read back or not.
+    auto normed = [&](int row) {
+        const float x = i < dim ? to_f32(k[(size_t)row * dim + i]) : 0.0f, mean = block_sum(x, scratch) / dim;
+        const float apart = i < dim ? x - mean : 0.0f, variance = block_sum(apart * apart, scratch) / dim;
+        return to_bf16(i < dim ? apart * rsqrtf(variance + eps) * weight[i] + norm_bias[i] : 0.0f);
+    };
+    const bf16 own = normed(t);
+    if (i < dim) {
+        raw[at * 2 * dim + i] = own;
+        raw[(at * 2 + 1) * dim + i] = gate[(size_t)t * dim + i];
+    }
+    if (inside != unit - 1) return;
+    // The batch's own positions are not read back: other blocks write them.
+    const int before = max(inside - (t - seq_first[sequence]), 0);
+    float largest = -INFINITY, shares = 0.0f, sum = 0.0f;
+    for (int j = 0; j < unit; j++) {
+        const size_t kept = (at - inside + j) * 2 * dim;
+        const bf16 key = j < before ? (i < dim ? raw[kept + i] : own) : normed(t - inside + j);
+        if (i >= dim) continue;
+        const bf16 score = j < before ? raw[kept + dim + i] : gate[(size_t)(t - inside + j) * dim + i];
+        const float s = to_f32(score) + bias[(size_t)j * dim + i], top = fmaxf(largest, s);
+        const float earlier = expf(largest - top), share = expf(s - top);
+        shares = shares * earlier + share;
+        sum = sum * earlier + share * to_f32(key);
+        largest = top;
+    }
+    if (i < dim) keys[at / unit * dim + i] = to_bf16(sum / shares);
 }
 
 // Each of the 4 warps has 16 positions of a page and all heads.
@@ -289,18 +331,23 @@ KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int
     const int t = first + blockIdx.x, set = blockIdx.y, sets = gridDim.y;
     const Units of(positions, t, unit, pooled, pitch);
     const int all = of.all;
-    int* list = lists + ((size_t)t * sets + set) * most;
+    const bool units_listed = pooled == 2;
+    int* list = lists + ((size_t)t * sets + set) * (units_listed ? top_k : most);
     // Of units that are taken the last may have fewer positions.
     const int count = pooled ? top_k * unit + all % unit : (top_k - 1) * unit + (all - 1) % unit + 1;
-    if (threadIdx.x == 0) counts[t] = all <= most ? all : count;
+    if (threadIdx.x == 0) counts[t] = units_listed ? top_k : all <= most ? all : count;
     if (all <= most) {
+        if (units_listed) return;
         for (int i = threadIdx.x; i < all; i += BEST_THREADS) list[i] = i;
         return;
     }
-    if (pooled)
+    if (pooled == 1)
         for (int i = of.seen * unit + threadIdx.x; i < all; i += BEST_THREADS) list[count - all + i] = i;
     auto take = [&](int place, int u) {
-        for (int j = 0; j < min(unit, all - u * unit); j++) list[place * unit + j] = u * unit + j;
+        if (units_listed)
+            list[place] = u;
+        else
+            for (int j = 0; j < min(unit, all - u * unit); j++) list[place * unit + j] = u * unit + j;
     };
     const int run = parts > 1 ? of.run(parts, top_k) : 0;
     if (run == 0) {

@@ -8,6 +8,12 @@
 //   convolve_ngrams  x += gated + silu(sum over taps of tap * normed)
 //   keep_ngrams      the last inputs of the convolution, for the sequence's next tokens
 //
+// and of hyper-connections (HF modeling_glm5_next and modeling_deepseek_v4), of up to MAX_STREAMS streams:
+//   streams_product  m = (w rms(x)) scale + base, of `streams` numbers each for pre and post, and streams^2 for C
+//   collapse_streams out = sum over streams of pre_s x_s, pre = sigmoid(m) + eps; post = 2 sigmoid(m); C balanced
+//   connect_streams  x_k = post_k y + sum over j of C_jk x_j
+//   mean_streams     out = 1 / streams * sum over streams of x_s
+//
 // Widths are multiples of 8 unless said.
 #include "common.cuh"
 
@@ -146,4 +152,146 @@ KERNEL(keep_ngrams, STREAM_THREADS, 0, const bf16* normed, float* kept, const in
             v = of_slot[(size_t)(i + end - first) * channels];
         of_slot[(size_t)i * channels] = v;
     }
+}
+
+// Of hyper-connections, whose products have a row of w for each number.
+constexpr int MAX_STREAMS = 4, PRODUCT_ROWS = MAX_STREAMS * (MAX_STREAMS + 2), PRODUCT_TOKENS = 4;
+
+// shares[t, row] for PRODUCT_TOKENS tokens and up to ROWS rows from `first` on; all sums of a row have one order.
+template <int ROWS>
+__device__ __forceinline__ void product_of_streams(const float* x, const float* w, const float* base,
+    const float* scale, float* shares, int width, int rows, int streams, int tokens, float eps, int first) {
+    begin_kernel();
+    __shared__ float sums[STREAM_THREADS / WARP][PRODUCT_TOKENS * (ROWS + 1)];
+    const int t = blockIdx.y * PRODUCT_TOKENS, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    float acc[PRODUCT_TOKENS][ROWS + 1] = {};
+    for (int i = 4 * threadIdx.x; i < width; i += STREAM_NUMBERS) {
+        float4 of_tokens[PRODUCT_TOKENS];
+#pragma unroll
+        for (int j = 0; j < PRODUCT_TOKENS; j++) {
+            of_tokens[j] = four_of(x + (size_t)min(t + j, tokens - 1) * width + i);
+            const float4 v = of_tokens[j];
+            acc[j][ROWS] += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const float4 g = four_of(w + (size_t)min(first + r, rows - 1) * width + i);
+#pragma unroll
+            for (int j = 0; j < PRODUCT_TOKENS; j++) {
+                const float4 v = of_tokens[j];
+                acc[j][r] += v.x * g.x + v.y * g.y + v.z * g.z + v.w * g.w;
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < PRODUCT_TOKENS; j++)
+#pragma unroll
+        for (int r = 0; r <= ROWS; r++) {
+            const float sum = warp_sum(acc[j][r]);
+            if (lane == 0) sums[warp][j * (ROWS + 1) + r] = sum;
+        }
+    __syncthreads();
+    for (int i = threadIdx.x; i < PRODUCT_TOKENS * ROWS; i += STREAM_THREADS) {
+        const int j = i / ROWS, r = i % ROWS, row = first + r;
+        if (t + j >= tokens || row >= rows) continue;
+        float sum = 0.0f, squares = 0.0f;
+        for (int k = 0; k < STREAM_THREADS / WARP; k++) {
+            sum += sums[k][j * (ROWS + 1) + r];
+            squares += sums[k][j * (ROWS + 1) + ROWS];
+        }
+        shares[(size_t)(t + j) * rows + row] =
+            sum * rsqrtf(squares / width + eps) * scale[min(row / streams, 2)] + base[row];
+    }
+}
+
+#define PRODUCT_ARGUMENTS                                                                                              \
+    const float *x, const float *w, const float *base, const float *scale, float *shares, int width, int rows,         \
+        int streams, int tokens, float eps
+
+// Few tokens: a block has a row. grid (rows, ceil(tokens / PRODUCT_TOKENS))
+KERNEL(streams_product_row, STREAM_THREADS, 0, PRODUCT_ARGUMENTS) {
+    product_of_streams<1>(x, w, base, scale, shares, width, rows, streams, tokens, eps, blockIdx.x);
+}
+// Many: a block has all rows. The same grid, of one column
+KERNEL(streams_product_rows, STREAM_THREADS, 0, PRODUCT_ARGUMENTS) {
+    product_of_streams<PRODUCT_ROWS>(x, w, base, scale, shares, width, rows, streams, tokens, eps, 0);
+}
+
+// x [T, streams * hidden], out [T, hidden], f32. Behind `streams` numbers for pre, shares become post and C; where
+// there are only those, nothing. grid (ceil(hidden / STREAM_NUMBERS), rows)
+KERNEL(collapse_streams, STREAM_THREADS, 0, const float* x, float* shares, float* out, int hidden, int streams,
+    int numbers, int iterations, float eps) {
+    begin_kernel();
+    float* row = shares + (size_t)blockIdx.y * numbers;
+    const int i = 4 * (blockIdx.x * STREAM_THREADS + threadIdx.x), lane = threadIdx.x % WARP;
+    if (blockIdx.x == 0 && threadIdx.x < WARP && numbers > streams) {
+        float* post = row + streams;
+        if (lane < streams) post[lane] = 2.0f / (1.0f + expf(-post[lane]));
+        // A lane has element (j, k) of C.
+        float* mixed = post + streams;
+        const int j = lane / streams, k = lane % streams;
+        const bool mine = lane < streams * streams;
+        float v = mine ? mixed[lane] : -INFINITY, top = -INFINITY;
+        auto of_row = [&](int n) { return __shfl_sync(ALL_LANES, v, min(j * streams + n, WARP - 1)); };
+        auto of_column = [&](int n) { return __shfl_sync(ALL_LANES, v, n * streams + k); };
+        for (int n = 0; n < streams; n++) top = fmaxf(top, of_row(n));
+        v = expf(v - top);
+        for (int step = 0; step < iterations; step++) {
+            float sum = step == 0 ? 0.0f : eps;
+            for (int n = 0; n < streams; n++) sum += of_row(n);
+            v = v / sum + (step == 0 ? eps : 0.0f);
+            sum = eps;
+            for (int n = 0; n < streams; n++) sum += of_column(n);
+            v /= sum;
+        }
+        if (mine) mixed[lane] = v;
+    }
+    if (i >= hidden) return;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int s = 0; s < streams; s++) {
+        const float pre = 1.0f / (1.0f + expf(-row[s])) + eps;
+        const float4 v = four_of(x + ((size_t)blockIdx.y * streams + s) * hidden + i);
+        sum = make_float4(sum.x + pre * v.x, sum.y + pre * v.y, sum.z + pre * v.z, sum.w + pre * v.w);
+    }
+    *reinterpret_cast<float4*>(out + (size_t)blockIdx.y * hidden + i) = sum;
+}
+
+// y [T, hidden], x, f32. grid (ceil(hidden / STREAM_NUMBERS), rows)
+KERNEL(connect_streams, STREAM_THREADS, 0, const float* y, const float* shares, float* x, int hidden, int streams) {
+    begin_kernel();
+    const int i = 4 * (blockIdx.x * STREAM_THREADS + threadIdx.x);
+    if (i >= hidden) return;
+    const float *post = shares + (size_t)blockIdx.y * streams * (streams + 2) + streams, *mixed = post + streams;
+    const float4 v = four_of(y + (size_t)blockIdx.y * hidden + i);
+    float* at = x + (size_t)blockIdx.y * streams * hidden + i;
+    float4 before[MAX_STREAMS];
+#pragma unroll
+    for (int j = 0; j < MAX_STREAMS; j++)
+        if (j < streams) before[j] = four_of(at + (size_t)j * hidden);
+    for (int k = 0; k < streams; k++) {
+        float4 sum = make_float4(post[k] * v.x, post[k] * v.y, post[k] * v.z, post[k] * v.w);
+#pragma unroll
+        for (int j = 0; j < MAX_STREAMS; j++) {
+            if (j >= streams) continue;
+            const float c = mixed[j * streams + k];
+            sum = make_float4(
+                sum.x + c * before[j].x, sum.y + c * before[j].y, sum.z + c * before[j].z, sum.w + c * before[j].w);
+        }
+        *reinterpret_cast<float4*>(at + (size_t)k * hidden) = sum;
+    }
+}
+
+// x [T, streams * hidden], out [T, hidden], f32. grid (ceil(hidden / STREAM_NUMBERS), rows)
+KERNEL(mean_streams, STREAM_THREADS, 0, const float* x, float* out, int hidden, int streams) {
+    begin_kernel();
+    const int i = 4 * (blockIdx.x * STREAM_THREADS + threadIdx.x);
+    if (i >= hidden) return;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int s = 0; s < streams; s++) {
+        const float4 v = four_of(x + ((size_t)blockIdx.y * streams + s) * hidden + i);
+        sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+    }
+    const float share = 1.0f / streams;
+    *reinterpret_cast<float4*>(out + (size_t)blockIdx.y * hidden + i) =
+        make_float4(sum.x * share, sum.y * share, sum.z * share, sum.w * share);
 }

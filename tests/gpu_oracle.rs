@@ -35,6 +35,8 @@ const FIXTURES: &[&str] = &[
     "nemotron_h_latent",
     "granitemoehybrid",
     "qwen4_exp",
+    "glm5_next",
+    "deepseek_v4",
     "qwen3_moe",
     "qwen3_moe_dense_layer_sharded",
     "deepseek_v2_lite",

@@ -80,9 +80,7 @@ pub trait Attend: Dense {
     /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns of `x`.
     fn rope(&self, x: &mut Self::Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>);
     /// As [`Attend::rope`], by the same angles in the other direction.
-    fn rope_back(&self, _x: &mut Self::Tensor, _head_dim: usize, _at: usize, _rotary: &Rotary<'_, Self>) {
-        panic!("a device without compressed attention refuses models that have it");
-    }
+    fn rope_back(&self, x: &mut Self::Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>);
     /// Stores keys and values of the batch's tokens in its sequences' blocks; `value` is none where values are the
     /// first numbers of the keys. The tokens of a sequence come in the order of their positions.
     fn kv_write(&self, kv: &mut Self::Kv, batch: &Self::Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);

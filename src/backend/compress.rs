@@ -31,6 +31,8 @@ pub struct Seen<'a, B: Compress> {
     pub entries: Option<&'a B::Entries>,
     /// Which of them, where these are not all.
     pub chosen: Option<&'a B::Chosen>,
+    /// Activations.
+    pub scratch: &'a B::EntriesScratch,
     /// Multiplies the scores.
     pub scale: f32,
     /// A score per head that takes part in the softmax and has no value, `[num_heads]`.
@@ -38,64 +40,46 @@ pub struct Seen<'a, B: Compress> {
 }
 
 /// Entries, and attention over them. `T` is the number of tokens in the batch. Positions of a sequence are in the slot
-/// of its span, as of [`Recur::delta_net`]. A device without these ops refuses models that need them.
+/// of its span, as of [`Recur::delta_net`].
 pub trait Compress: Select + Recur {
     /// Entries of one layer: those that end in a block of positions lie in the block of the same number.
     type Entries: Send;
+    /// Activations of [`Compress::attend_entries`].
+    type EntriesScratch: Send;
 
     /// Storage for the entries that end in `blocks` blocks.
-    fn entries(&self, _blocks: usize, _compressor: Compressor, _bits: KvBits) -> Result<Self::Entries> {
-        panic!("{LACKS}")
-    }
+    fn entries(&self, blocks: usize, compressor: Compressor, bits: KvBits) -> Result<Self::Entries>;
     /// Bytes of a block.
-    fn entries_block_bytes(&self, _entries: &Self::Entries) -> usize {
-        panic!("{LACKS}")
-    }
+    fn entries_block_bytes(&self, entries: &Self::Entries) -> usize;
     /// Copies a block to `out`, as [`Attend::kv_to_host`](super::Attend::kv_to_host) does.
-    fn entries_to_host(&self, _entries: &Self::Entries, _block: usize, _out: &mut [u8]) {
-        panic!("{LACKS}")
-    }
+    fn entries_to_host(&self, entries: &Self::Entries, block: usize, out: &mut [u8]);
     /// The same, back to any block.
-    fn entries_to_device(&self, _entries: &mut Self::Entries, _block: usize, _from: &[u8]) {
-        panic!("{LACKS}")
-    }
-    /// Takes what [`Compress::attend_entries`] needs.
-    fn reserve_entries(&self, _config: &Compressed) -> Result<()> {
-        panic!("{LACKS}")
-    }
+    fn entries_to_device(&self, entries: &mut Self::Entries, block: usize, from: &[u8]);
+    /// Activations for [`Compress::attend_entries`] on at most `max_tokens` tokens.
+    fn entries_scratch(&self, config: &Compressed, max_tokens: usize) -> Result<Self::EntriesScratch>;
     /// Takes the tokens' values and gates, `[T, 2 * width]`, into open entries; position 0 begins anew. A token that
     /// ends an entry has it in its row of `out`, `[T, dim]`; other rows are undefined.
     fn compress(
         &self,
-        _state: &mut Self::State,
-        _batch: &Self::Batch,
-        _rule: &CompressRule<'_, Self>,
-        _x: &Self::Tensor,
-        _out: &mut Self::Tensor,
-    ) {
-        panic!("{LACKS}")
-    }
+        state: &mut Self::State,
+        batch: &Self::Batch,
+        rule: &CompressRule<'_, Self>,
+        x: &Self::Tensor,
+        out: &mut Self::Tensor,
+    );
     /// Stores the rows of tokens that end an entry.
-    fn entries_write(&self, _entries: &mut Self::Entries, _batch: &Self::Batch, _rows: &Self::Tensor) {
-        panic!("{LACKS}")
-    }
+    fn entries_write(&self, entries: &mut Self::Entries, batch: &Self::Batch, rows: &Self::Tensor);
     /// The same as index keys, of entries of so many positions.
-    fn index_entries(&self, _index: &mut Self::Index, _batch: &Self::Batch, _ratio: usize, _rows: &Self::Tensor) {
-        panic!("{LACKS}")
-    }
+    fn index_entries(&self, index: &mut Self::Index, batch: &Self::Batch, ratio: usize, rows: &Self::Tensor);
     /// Attention of `q`, `[T, heads * dim]`, over the window's rows of `kv`, `[T, dim]`, and of those before them,
     /// which the slots of `state` keep, and over entries: keys and values both. Leaves in the slots what comes next;
     /// `out` is `[T, heads * dim]`.
     fn attend_entries(
         &self,
-        _state: &mut Self::State,
-        _batch: &Self::Batch,
-        _seen: &Seen<'_, Self>,
-        _queries: (&Self::Tensor, &Self::Tensor),
-        _out: &mut Self::Tensor,
-    ) {
-        panic!("{LACKS}")
-    }
+        state: &mut Self::State,
+        batch: &Self::Batch,
+        seen: &Seen<'_, Self>,
+        queries: (&Self::Tensor, &Self::Tensor),
+        out: &mut Self::Tensor,
+    );
 }
-
-const LACKS: &str = "a device without compressed attention refuses models that have it";

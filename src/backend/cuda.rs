@@ -9,7 +9,7 @@
 //! attend                         attention, on top of
 //!   attend_latent, attend_wgmma    the two ways of latent attention; Hopper's kernels
 //!   select                         the positions that queries attend to
-//! compress                       entries of several positions
+//!   compress                       entries of several positions, and a window
 //! recur, streams                 DeltaNet; several residual streams
 //! route, record                  experts for each token; graphs and steering
 //! ```
@@ -46,9 +46,10 @@ use crate::cuda::{Cuda, DeviceBuffer};
 pub use attend::Kv;
 pub use attend_latent::LatentScratch;
 pub use batch::CudaBatch;
+pub use compress::Entries;
 pub use dense::Shortlister;
 pub use library::ProductRates;
-pub use load::{LatentUp, Linear, RouterWeights, Rule};
+pub use load::{Groups, LatentUp, Linear, RouterWeights, Rule};
 pub use memory::Tensor;
 pub use record::Additions;
 pub use recur::{DeltaScratch, State};

@@ -29,9 +29,7 @@ pub trait Dense: Load {
     /// `out[t] += W x[t] + b`.
     fn linear_add(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor);
     /// `out[t, g] = W_g x[t, g]` of equal parts of the columns.
-    fn linear_groups(&self, _w: &Self::Groups, _x: &Self::Tensor, _out: &mut Self::Tensor) {
-        panic!("a device without products of groups refuses models that have some");
-    }
+    fn linear_groups(&self, w: &Self::Groups, x: &Self::Tensor, out: &mut Self::Tensor);
     /// `out[t] = activation(gate[t], up[t])`; one without a gate reads `up` alone.
     fn activate(&self, activation: Activation, gate: &Self::Tensor, up: &Self::Tensor, out: &mut Self::Tensor);
     /// `x[t, i] *= activation(gate[t, i / n])`: each number of `gate` is for `n = x.cols / gate.cols` of `x`.

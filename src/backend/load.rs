@@ -76,9 +76,7 @@ pub trait Load: Memory {
     ) -> Result<Self::Linear>;
     /// Takes over the rows of `groups` weights of one shape, one after the other, in the given precision. Errors: as
     /// [`Load::load_linear`].
-    fn load_groups(&self, _groups: usize, _weight: HostTensor<'_>, _bits: DenseBits) -> Result<Self::Groups> {
-        panic!("a device without products of groups refuses models that have some");
-    }
+    fn load_groups(&self, groups: usize, weight: HostTensor<'_>, bits: DenseBits) -> Result<Self::Groups>;
     /// Takes over `kv_b_proj`, `[heads * (nope + v), rank]`, kept at 16 bits: of each head first the rows that make a
     /// key of a latent, then those that make a value.
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<Self::LatentUp>;
@@ -98,9 +96,7 @@ pub trait Load: Memory {
     /// Weight bytes that applying `w` to one token reads.
     fn linear_bytes(&self, w: &Self::Linear) -> usize;
     /// As [`Load::linear_bytes`].
-    fn groups_bytes(&self, _w: &Self::Groups) -> usize {
-        panic!("a device without products of groups refuses models that have some");
-    }
+    fn groups_bytes(&self, w: &Self::Groups) -> usize;
     /// As [`Load::linear_bytes`].
     fn latent_up_bytes(&self, w: &Self::LatentUp) -> usize;
 }

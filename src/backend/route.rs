@@ -40,14 +40,12 @@ pub trait Route: Dense {
     /// The same where a table has the experts of the batch's tokens.
     fn route_by_token(
         &self,
-        _w: &Self::Router,
-        _router: &Router,
-        _batch: &Self::Batch,
-        _x: &Self::Tensor,
-        _out: &mut Self::Routing,
-    ) {
-        panic!("a device without such tables refuses models that have one");
-    }
+        w: &Self::Router,
+        router: &Router,
+        batch: &Self::Batch,
+        x: &Self::Tensor,
+        out: &mut Self::Routing,
+    );
     /// Room for the choices of passes of at most `choices` choices in all layers.
     fn choices(&self, choices: usize) -> Result<Self::Choices>;
     /// Brings a pass's choices to the device.

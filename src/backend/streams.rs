@@ -50,38 +50,30 @@ pub trait Streams: Recur {
     fn mix_streams(&self, gate: &Self::Tensor, normed: &Self::Tensor, out: &mut Self::Tensor);
     /// `x[t, s] += inject[t, s] * y[t]`, all f32; `y` `[T, hidden]`.
     fn inject(&self, y: &Self::Tensor, inject: &Self::Tensor, x: &mut Self::Tensor);
-    /// `out[t] = sum over s of pre_s * x[t, s]`, `[T, hidden]`; `shares` become `pre`, `post` and `C`, `[T, rows]`, as
-    /// [`Connections`] say; all f32. The number is the norm's epsilon.
+    /// `out[t] = sum over s of pre_s * x[t, s]`, `[T, hidden]`; `shares` become `post` and `C`, behind as many
+    /// numbers as there are streams, `[T, rows]`, as [`Connections`] say; all f32. The number is the norm's epsilon.
     fn collapse_streams(
         &self,
-        _x: &Self::Tensor,
-        _w: &ConnectWeights<'_, Self>,
-        _of: (Connections, f32),
-        _shares: &mut Self::Tensor,
-        _out: &mut Self::Tensor,
-    ) {
-        panic!("a device without connections refuses models that have some");
-    }
+        x: &Self::Tensor,
+        w: &ConnectWeights<'_, Self>,
+        of: (Connections, f32),
+        shares: &mut Self::Tensor,
+        out: &mut Self::Tensor,
+    );
     /// `x[t, k] = post_k * y[t] + sum over j of C_jk x[t, j]`, all f32; `y` `[T, hidden]`.
-    fn connect_streams(&self, _y: &Self::Tensor, _shares: &Self::Tensor, _x: &mut Self::Tensor) {
-        panic!("a device without connections refuses models that have some");
-    }
+    fn connect_streams(&self, y: &Self::Tensor, shares: &Self::Tensor, x: &mut Self::Tensor);
     /// `out[t] = sum over s of pre_s * x[t, s]`, as [`Streams::collapse_streams`], of weights that make nothing but
     /// `pre`: `shares` `[T, streams]`.
     fn weigh_streams(
         &self,
-        _x: &Self::Tensor,
-        _w: &ConnectWeights<'_, Self>,
-        _of: (Connections, f32),
-        _shares: &mut Self::Tensor,
-        _out: &mut Self::Tensor,
-    ) {
-        panic!("a device without connections refuses models that have some");
-    }
+        x: &Self::Tensor,
+        w: &ConnectWeights<'_, Self>,
+        of: (Connections, f32),
+        shares: &mut Self::Tensor,
+        out: &mut Self::Tensor,
+    );
     /// `out[t] = 1 / streams * sum over s of x[t, s]`, f32; `out` `[T, hidden]`.
-    fn mean_streams(&self, _x: &Self::Tensor, _out: &mut Self::Tensor) {
-        panic!("a device without connections refuses models that have some");
-    }
+    fn mean_streams(&self, x: &Self::Tensor, out: &mut Self::Tensor);
     /// `key[t, s] = sigmoid(sign(g) sqrt(max(|g|, 1e-6))) * value[t]`, with `g = norm(key[t, s]) . norm(x[t, s]) /
     /// sqrt(hidden)`; `key` `[T, streams * hidden]`, `value` `[T, hidden]`.
     fn gate_ngrams(&self, norms: &NgramNorms<'_, Self>, x: &Self::Tensor, value: &Self::Tensor, key: &mut Self::Tensor);

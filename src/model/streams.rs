@@ -88,6 +88,11 @@ impl Connections {
     pub fn rows(&self) -> usize {
         self.count * (2 + self.count)
     }
+
+    /// What the GPU's kernels lack for them, if anything.
+    pub fn gpu_lacks(&self) -> Option<String> {
+        (self.count > 4).then(|| format!("the GPU connects at most 4 residual streams, and there are {}", self.count))
+    }
 }
 
 /// Rows of a table that hashes of a token and those before it choose, added to the residual streams at the layer's

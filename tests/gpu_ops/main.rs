@@ -10,6 +10,7 @@
 mod common;
 
 mod attention;
+mod compress;
 mod delta_net;
 mod kda;
 mod latents;

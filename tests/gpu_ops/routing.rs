@@ -1,5 +1,7 @@
 //! Choosing experts: every way of scoring, with ties, and after a norm.
 
+use moebius::backend::batch::Batch;
+use moebius::backend::tensor::HostTensor;
 use moebius::backend::{Load, Memory, Route, RouterTensors, Routing};
 use moebius::model::{GroupScore, Groups, Router, Scoring};
 
@@ -25,6 +27,7 @@ fn routers() -> Vec<(usize, Router)> {
         (72, Router { top_k: 6, groups: groups(3, 1, GroupScore::Max), ..sigmoid }),
         (96, Router { softcap: Some(2.5), ..sigmoid }),
         (128, Router { top_k: 8, normalize: true, expert_scale: true, ..plain }),
+        (256, Router { top_k: 6, scoring: Scoring::SqrtSoftplus, scaling: 1.5, ..sigmoid }),
     ]
 }
 
@@ -67,6 +70,34 @@ fn route_among_equals() {
             });
             check_routing(&format!("{experts} experts, {tokens} tokens, {router:?}"), &got, &want);
         }
+    }
+}
+
+/// A table has the experts, some of them twice in a row of tokens; scores weigh them.
+#[test]
+fn route_by_token() {
+    need_gpu!();
+    let sides = Sides::new();
+    let (hidden, experts, vocab) = (72, 256, 31);
+    let router = Router { by_token: true, normalize: true, scaling: 1.5, ..Router::new(6, Scoring::SqrtSoftplus) };
+    let table: Vec<f32> = (0..vocab * 6).map(|i| (i * 37 % experts) as f32).collect();
+    for tokens in [1, 9, 70] {
+        let mut batch = Batch::default();
+        batch.push(&(0..tokens).map(|t| t * 7 % vocab as u32).collect::<Vec<_>>(), 0, &[0, 1]);
+        let x = random(batch.len() * hidden, 61);
+        let (got, want) = both!(sides, |b| {
+            let w = RouterTensors {
+                by_token: Some(HostTensor::from(table.clone()).reshaped(6)),
+                ..RouterTensors::of(random(experts * hidden, 62).into())
+            };
+            let mut routing = b.routing(batch.len(), 6).unwrap();
+            let w = b.load_router(w).unwrap();
+            b.route_by_token(&w, &router, &b.on_device(&batch), &b.filled(hidden, &x), &mut routing);
+            let mut out = Routing::default();
+            b.read_routing(&routing, &mut out).unwrap();
+            out
+        });
+        check_routing(&format!("{tokens} tokens by a table"), &got, &want);
     }
 }
 

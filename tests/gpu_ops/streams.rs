@@ -1,14 +1,16 @@
 //! Several residual streams, and n-grams: single rows, and a convolution from zeros and from what was kept.
 
 use moebius::backend::batch::Batch;
-use moebius::backend::{Dense, Load, Memory, NgramInputs, NgramNorms, Recur, Streams};
-use moebius::model::StateShape;
+use moebius::backend::{ConnectWeights, Dense, Load, Memory, NgramInputs, NgramNorms, Recur, Streams};
+use moebius::model::{Connections, LastRead, StateShape};
 
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, ragged, random};
 
 /// Sums of f32 in another order, and functions that are right to 2^-21.
 const F32: Within = Within { each: 1e-5, of_rms: 1e-5, rms: 1e-5 };
+/// The same, of numbers that are divided twenty times.
+const CONNECTED: Within = Within { each: 5e-5, of_rms: 5e-5, rms: 5e-5 };
 /// Rounded once to bf16 after such sums, or from a gate that was.
 const TWICE: Within = Within { each: 3.0 * ROUNDING, of_rms: ROUNDING, rms: ROUNDING };
 
@@ -74,6 +76,42 @@ fn streams_are_mixed_and_get_their_shares() {
             b.numbers(&key)
         });
         check(&format!("gated n-grams, {what}"), &got, &want, TWICE);
+    }
+}
+
+#[test]
+fn streams_are_connected() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (rows, hidden, count) in [(1, 96, 4), (5, 2560, 4), (33, 136, 2), (70, 1032, 3)] {
+        let of = Connections { count, iterations: 20, eps: 1e-6, last: LastRead::Shares };
+        let (width, what) = (count * hidden, format!("{rows} rows of {count} streams of {hidden}"));
+        let (x, y) = (random(rows * width, 11), random(rows * hidden, 12));
+        let (got, want) = both!(sides, |b| {
+            let norm = |n: usize, seed| b.load_norm(random(n, seed).into()).unwrap();
+            let run = |numbers: usize| (norm(numbers * width, 13), norm(numbers, 14), norm(3, 15));
+            let (mut x, y) = (b.filled_f32(width, &x), b.filled_f32(hidden, &y));
+            let mut read = b.tensor_f32(rows, hidden).unwrap();
+            let (of_streams, base, scale) = run(count);
+            let w = ConnectWeights { of_streams: &of_streams, base: &base, scale: &scale };
+            b.weigh_streams(&x, &w, (of, 1e-6), &mut b.tensor_f32(rows, count).unwrap(), &mut read);
+            let weighed = b.numbers(&read);
+            let (of_streams, base, scale) = run(of.rows());
+            let w = ConnectWeights { of_streams: &of_streams, base: &base, scale: &scale };
+            let mut shares = b.tensor_f32(rows, of.rows()).unwrap();
+            b.collapse_streams(&x, &w, (of, 1e-6), &mut shares, &mut read);
+            let collapsed = b.numbers(&read);
+            let shares_of = b.numbers(&shares);
+            b.connect_streams(&y, &shares, &mut x);
+            let connected = b.numbers(&x);
+            b.mean_streams(&x, &mut read);
+            let behind: Vec<f32> = shares_of.chunks(of.rows()).flat_map(|row| row[count..].to_vec()).collect();
+            [weighed, collapsed, behind, connected, b.numbers(&read)]
+        });
+        let parts = ["weighed", "collapsed", "shares", "connected", "mean"];
+        for ((part, got), want) in parts.iter().zip(&got).zip(&want) {
+            check(&format!("{part}, {what}"), got, want, CONNECTED);
+        }
     }
 }
 

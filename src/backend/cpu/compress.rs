@@ -200,6 +200,7 @@ impl Op<'_> {
 
 impl Compress for Cpu {
     type Entries = Entries;
+    type EntriesScratch = ();
 
     fn entries(&self, blocks: usize, of: Compressor, bits: KvBits) -> Result<Entries> {
         let parts = bits.parts();
@@ -220,7 +221,7 @@ impl Compress for Cpu {
         bytemuck::cast_slice_mut(&mut entries.data[block * len..][..len]).copy_from_slice(from);
     }
 
-    fn reserve_entries(&self, config: &Compressed) -> Result<()> {
+    fn entries_scratch(&self, config: &Compressed, _: usize) -> Result<()> {
         let len = Op::scratch_len(config.num_heads, config.head_dim);
         self.reserve(|scratch, heap| scratch.values.reserve(heap, &[len]))
     }

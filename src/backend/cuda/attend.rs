@@ -189,6 +189,16 @@ impl CudaBackend {
     }
 }
 
+impl CudaBackend {
+    /// Rotates columns of every head; with `back` 1 in the other direction.
+    fn turn_heads(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>, back: i32) {
+        let &Rotary { angles, interleaved } = rotary;
+        launch!(self.cuda, &self.cuda.compute, kernels::rope, [x.rows, 1, 1];
+            x.bf16(), angles.f32(), (x.cols / head_dim) as i32, head_dim as i32, at as i32, (angles.cols / 2) as i32,
+            i32::from(interleaved), back);
+    }
+}
+
 impl Attend for CudaBackend {
     type Kv = Kv;
     type LatentScratch = LatentScratch;
@@ -247,10 +257,11 @@ impl Attend for CudaBackend {
     }
 
     fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
-        let &Rotary { angles, interleaved } = rotary;
-        launch!(self.cuda, &self.cuda.compute, kernels::rope, [x.rows, 1, 1];
-            x.bf16(), angles.f32(), (x.cols / head_dim) as i32, head_dim as i32, at as i32, (angles.cols / 2) as i32,
-            i32::from(interleaved));
+        self.turn_heads(x, head_dim, at, rotary, 0);
+    }
+
+    fn rope_back(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
+        self.turn_heads(x, head_dim, at, rotary, 1);
     }
 
     fn kv_write(&self, kv: &mut Kv, batch: &CudaBatch, key: &Tensor, value: Option<&Tensor>) {

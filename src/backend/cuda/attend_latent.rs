@@ -127,7 +127,41 @@ impl Single {
     }
 }
 
+/// One KV head, whose values are the first numbers of its keys.
+pub(super) struct KeyValues {
+    pub(super) heads: usize,
+    pub(super) key_dim: usize,
+    pub(super) value_dim: usize,
+    pub(super) scale: f32,
+    pub(super) fp8: bool,
+}
+
 impl CudaBackend {
+    /// Attention of single rows over keys that are values: `q` `[rows, heads, key_dim]`, `out` `[rows, heads,
+    /// value_dim]`; `sinks` `[heads]` or null.
+    pub(super) fn attend_key_values(
+        &self,
+        &KeyValues { heads, key_dim, value_dim, scale, fp8 }: &KeyValues,
+        single: &Single,
+        sinks: Address<f32>,
+        q: Address<bf16>,
+        out: Address<bf16>,
+    ) {
+        let rows = single.count;
+        let [few, many] = DECODE[usize::from(fp8)];
+        let (kernel, blocks_at_once) = match heads > few.tile[0] {
+            false => (few, 2 * self.cuda.info.multiprocessors),
+            true => (many, self.cuda.info.multiprocessors),
+        };
+        let parts = heads.div_ceil(kernel.tile[0]);
+        let splits = (blocks_at_once / (rows * parts)).clamp(1, single.context.div_ceil(UNIT).min(MAX_SPLITS));
+        launch!(self.cuda, &self.cuda.compute, kernel, [splits, parts, rows];
+            q, single.keys, out, self.attention.partial.address(), self.attention.states.address(), single.rows,
+            single.positions, single.token_seq, single.seq_blocks, single.block_table, heads as i32, key_dim as i32,
+            value_dim as i32, scale, sinks);
+        self.combine((rows, single.rows), splits, heads, value_dim, sinks, out);
+    }
+
     /// Single rows, in the latent's space.
     pub(super) fn attend_absorbed(&self, op: &LatentOp<'_>, single: &Single) {
         let &LatentOp { kv, up, scratch, q, out, .. } = op;
@@ -162,18 +196,8 @@ impl CudaBackend {
             q, scratch.query.address(), heads as i32, rope as i32, (nope + rope) as i32, nope as i32,
             key_dim as i32, rank as i32);
 
-        let [few, many] = DECODE[usize::from(kv.fp8)];
-        let (kernel, blocks_at_once) = match heads > few.tile[0] {
-            false => (few, 2 * self.cuda.info.multiprocessors),
-            true => (many, self.cuda.info.multiprocessors),
-        };
-        let parts = heads.div_ceil(kernel.tile[0]);
-        let splits = (blocks_at_once / (rows * parts)).clamp(1, single.context.div_ceil(UNIT).min(MAX_SPLITS));
-        launch!(self.cuda, stream, kernel, [splits, parts, rows];
-            scratch.query.address(), single.keys, scratch.mixed.address(), self.attention.partial.address(),
-            self.attention.states.address(), single.rows, single.positions, single.token_seq, single.seq_blocks,
-            single.block_table, heads as i32, key_dim as i32, rank as i32, config.scale);
-        self.combine((rows, single.rows), splits, heads, rank, Address::NULL, scratch.mixed.address());
+        let shape = KeyValues { heads, key_dim, value_dim: rank, scale: config.scale, fp8: kv.fp8 };
+        self.attend_key_values(&shape, single, Address::NULL, scratch.query.address(), scratch.mixed.address());
 
         self.product(&Product {
             x: scratch.mixed.address(),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::load::{Linear, Weight};
+use super::load::{Groups, Linear, Weight};
 use super::memory::Data;
 use super::product::{FEW_TOKENS, Form, Out, Product};
 use super::{CudaBackend, CudaBatch, Tensor};
@@ -160,6 +160,26 @@ impl Dense for CudaBackend {
 
     fn linear_add(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
         self.apply(x, [(w, out)], Write::Add);
+    }
+
+    fn linear_groups(&self, w: &Groups, x: &Tensor, out: &mut Tensor) {
+        assert_eq!((x.cols, out.cols, x.rows), (w.groups * w.k, w.groups * w.n, out.rows));
+        self.product(&Product {
+            x: x.bf16(),
+            x_pitch: x.cols,
+            x_batch: w.k,
+            w: w.weight.address(),
+            w_batch: w.n * w.k,
+            bias: Address::NULL,
+            y: out.bf16().cast(),
+            y_pitch: out.cols,
+            y_batch: w.n,
+            tokens: x.rows,
+            n: w.n,
+            k: w.k,
+            batch: w.groups,
+            out: Out::Bf16,
+        });
     }
 
     fn activate(&self, activation: Activation, gate: &Tensor, up: &Tensor, out: &mut Tensor) {

@@ -39,6 +39,14 @@ impl Linear {
     }
 }
 
+/// Weights of several products, `[groups, n, k]`.
+pub struct Groups {
+    pub(super) groups: usize,
+    pub(super) n: usize,
+    pub(super) k: usize,
+    pub(super) weight: DeviceBuffer<bf16>,
+}
+
 /// `kv_b_proj` as it is, and its key half transposed.
 pub struct LatentUp {
     pub(super) config: Mla,
@@ -64,6 +72,7 @@ pub struct RouterWeights {
     bias: Option<DeviceBuffer<f32>>,
     correction_bias: Option<DeviceBuffer<f32>>,
     expert_scale: Option<DeviceBuffer<f32>>,
+    by_token: Option<DeviceBuffer<i32>>, // [vocab, top_k]
 }
 
 impl RouterWeights {
@@ -75,6 +84,11 @@ impl RouterWeights {
     /// The factors of the experts' weights, if there are any.
     pub(super) fn expert_scale(&self) -> Address<f32> {
         self.expert_scale.as_ref().map_or(Address::NULL, DeviceBuffer::address)
+    }
+
+    /// Each token's experts, if a table has them.
+    pub(super) fn by_token(&self) -> Address<i32> {
+        self.by_token.as_ref().map_or(Address::NULL, DeviceBuffer::address)
     }
 
     /// The bias for choosing, if there is one.
@@ -105,7 +119,7 @@ fn upload_f32(cuda: &Arc<Cuda>, weight: &HostTensor<'_>) -> Result<DeviceBuffer<
 
 impl Load for CudaBackend {
     type Linear = Linear;
-    type Groups = ();
+    type Groups = Groups;
     type LatentUp = LatentUp;
     type DeltaNet = Rule;
     type Norm = DeviceBuffer<f32>;
@@ -134,6 +148,12 @@ impl Load for CudaBackend {
         Ok(Linear { n, k, weight, bias })
     }
 
+    // At 16 bits: products of packed tiles take whole rows.
+    fn load_groups(&self, groups: usize, weight: HostTensor<'_>, _: DenseBits) -> Result<Groups> {
+        let (n, k) = (weight.rows() / groups, weight.cols());
+        Ok(Groups { groups, n, k, weight: upload_bf16(&self.cuda, &weight)? })
+    }
+
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<LatentUp> {
         let cuda = &self.cuda;
         let key_up = kv_b.head_rows(config.num_heads, 0, config.qk_nope_head_dim).transpose_heads(config.num_heads);
@@ -158,14 +178,19 @@ impl Load for CudaBackend {
     }
 
     fn load_router(&self, router: RouterTensors<'_>) -> Result<RouterWeights> {
-        let RouterTensors { weight, bias, correction_bias, expert_scale, by_token: _ } = router;
+        let RouterTensors { weight, bias, correction_bias, expert_scale, by_token } = router;
         let weight = upload_f32(&self.cuda, &weight)?;
         let parts = DeviceBuffer::new(&self.cuda, 3 * weight.len())?;
         let (grid, count) = ([weight.len().div_ceil(SPLIT_THREADS), 1, 1], weight.len() as i32);
         launch!(self.cuda, &self.cuda.compute, kernels::split_f32, grid; weight.address(), parts.address(), count);
         let upload = |bias: Option<HostTensor<'_>>| bias.map(|bias| upload_f32(&self.cuda, &bias)).transpose();
         let [bias, correction_bias, expert_scale] = [upload(bias)?, upload(correction_bias)?, upload(expert_scale)?];
-        Ok(RouterWeights { weight, parts, bias, correction_bias, expert_scale })
+        let table = |ids: HostTensor<'_>| match ids {
+            HostTensor::Shape { rows, cols } => DeviceBuffer::new(&self.cuda, rows * cols),
+            ids => DeviceBuffer::from_slice(&self.cuda, &ids.to_f32().iter().map(|id| *id as i32).collect::<Vec<_>>()),
+        };
+        let by_token = by_token.map(table).transpose()?;
+        Ok(RouterWeights { weight, parts, bias, correction_bias, expert_scale, by_token })
     }
 
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<DeviceBuffer<bf16>> {
@@ -177,6 +202,10 @@ impl Load for CudaBackend {
             Weight::Bf16(w) => w.bytes(),
             Weight::Packed(packed) => packed.weights.bytes(),
         }
+    }
+
+    fn groups_bytes(&self, w: &Groups) -> usize {
+        w.weight.bytes()
     }
 
     fn latent_up_bytes(&self, w: &LatentUp) -> usize {

@@ -21,7 +21,7 @@ use crate::model::{DeltaGate, DeltaNet, KdaDecay, StateShape};
 pub struct State {
     pub(super) slots: usize,
     pub(super) inputs: DeviceBuffer<f32>, // [slots, past inputs, channels], oldest first
-    heads: DeviceBuffer<f32>,             // [slots, value heads, key_head_dim, value_head_dim]
+    pub(super) heads: DeviceBuffer<f32>,  // [slots, value heads, key_head_dim, value_head_dim]
 }
 
 /// Activations.

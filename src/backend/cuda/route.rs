@@ -1,10 +1,10 @@
 //! Experts for each token: logits, and the choice.
 
 use super::load::RouterWeights;
-use super::{CudaBackend, Tensor};
+use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::{Dense, Route, Routing};
-use crate::cuda::kernels::router::{CHOICES, FEW, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, TOKENS};
+use crate::cuda::kernels::router::{CHOICES, FEW, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, SIGMOID, SQRT_SOFTPLUS, TOKENS};
 use crate::cuda::kernels::{self, RouteFew, RouterShape, router_logits};
 use crate::cuda::{Address, DeviceBuffer, launch};
 use crate::model::{GroupScore, Router, Scoring};
@@ -54,7 +54,11 @@ fn router_shape(experts: usize, router: &Router) -> RouterShape {
     RouterShape {
         experts: experts as i32,
         top_k: router.top_k as i32,
-        sigmoid: i32::from(router.scoring == Scoring::Sigmoid),
+        scoring: match router.scoring {
+            Scoring::Softmax => 0,
+            Scoring::Sigmoid => SIGMOID,
+            Scoring::SqrtSoftplus => SQRT_SOFTPLUS,
+        } as i32,
         normalize: i32::from(router.normalize),
         groups: router.groups.map_or(0, |g| g.count) as i32,
         group_top_k: router.groups.map_or(0, |g| g.top_k) as i32,
@@ -74,6 +78,27 @@ impl CudaBackend {
             return;
         }
         self.gemm_split3(x, w.parts.address(), experts, logits);
+    }
+
+    /// Experts and weights of every row; `tokens` and their table where that has the experts.
+    fn route_rows(
+        &self,
+        w: &RouterWeights,
+        router: &Router,
+        x: &Tensor,
+        (tokens, by_token): (Address<u32>, Address<i32>),
+        out: &mut CudaRouting,
+    ) {
+        let experts = w.weight.len() / x.cols;
+        assert!(
+            experts <= MAX_EXPERTS && router.top_k <= MAX_TOP_K && router.groups.is_none_or(|g| g.count <= MAX_GROUPS),
+            "checked when loading"
+        );
+        out.tokens = x.rows;
+        self.route_logits(w, x, experts, out.logits.address());
+        launch!(self.cuda, &self.cuda.compute, kernels::route_choose, [x.rows.div_ceil(TOKENS), 1, 1];
+            out.logits.address(), w.bias(), w.correction_bias(), w.expert_scale(), tokens, by_token,
+            router_shape(experts, router), x.rows as i32, out.ids.address(), out.weights.address());
     }
 }
 
@@ -102,16 +127,11 @@ impl Route for CudaBackend {
     }
 
     fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut CudaRouting) {
-        let experts = w.weight.len() / x.cols;
-        assert!(
-            experts <= MAX_EXPERTS && router.top_k <= MAX_TOP_K && router.groups.is_none_or(|g| g.count <= MAX_GROUPS),
-            "checked when loading"
-        );
-        out.tokens = x.rows;
-        self.route_logits(w, x, experts, out.logits.address());
-        launch!(self.cuda, &self.cuda.compute, kernels::route_choose, [x.rows.div_ceil(TOKENS), 1, 1];
-            out.logits.address(), w.bias(), w.correction_bias(), w.expert_scale(), router_shape(experts, router),
-            x.rows as i32, out.ids.address(), out.weights.address());
+        self.route_rows(w, router, x, (Address::NULL, Address::NULL), out);
+    }
+
+    fn route_by_token(&self, w: &RouterWeights, router: &Router, batch: &CudaBatch, x: &Tensor, out: &mut CudaRouting) {
+        self.route_rows(w, router, x, (batch.tokens(), w.by_token()), out);
     }
 
     fn choices(&self, choices: usize) -> Result<DeviceBuffer<i32>> {

@@ -17,7 +17,7 @@ use crate::model::{Indexer, Score};
 use crate::{Error, Result};
 
 /// Tokens whose scores, or gathered keys, are there at a time, at most.
-const WAVE: usize = 64;
+pub(super) const WAVE: usize = 64;
 
 /// Tokens whose best units are chosen by several blocks each, at most: more fill a GPU.
 const PARTED: usize = 16;
@@ -26,28 +26,29 @@ const PARTED: usize = 16;
 const PARTS: usize = 8;
 
 /// Bytes of gathered keys and values, but at least a token's.
-const GATHERED_BYTES: usize = 192 << 20;
+pub(super) const GATHERED_BYTES: usize = 192 << 20;
 
 /// Index keys of one layer.
 pub struct Index {
-    keys: DeviceBuffer<bf16>, // [blocks, keys of a block, dim]
-    units: Option<Units>,     // where a key is of several positions
-    of_block: usize,          // numbers of a block's keys
+    pub(super) keys: DeviceBuffer<bf16>, // [blocks, keys of a block, dim]
+    units: Option<Units>,                // where a key is of several positions
+    of_block: usize,                     // numbers of a block's keys
     dim: usize,
 }
 
 /// What keys of several positions are made of.
 struct Units {
-    raw: DeviceBuffer<bf16>,   // [blocks, 64, dim]: each position's
-    firsts: DeviceBuffer<f32>, // [blocks, keys of a block, dim]: the angles of the first one's
+    raw: DeviceBuffer<bf16>, // [blocks, 64, dim]: each position's; or with its gate [blocks, 64, 2, dim]
+    firsts: DeviceBuffer<f32>, // [blocks, keys of a block, dim]: the angles of the first one's; none with gates
 }
 
 /// The positions that each token of a batch attends to.
 pub struct Chosen {
     pub(super) most: usize,
     sets: usize,
-    lists: DeviceBuffer<i32>, // [tokens, sets, most], ascending; none of a prompt's tokens that see no more
-    counts: DeviceBuffer<i32>, // [tokens]
+    pub(super) len: usize,               // of a list, at most
+    pub(super) lists: DeviceBuffer<i32>, // [tokens, sets, len], ascending; none of a prompt's tokens that see no more
+    counts: DeviceBuffer<i32>,           // [tokens]
 }
 
 /// Scores of a wave.
@@ -60,7 +61,7 @@ pub struct SelectScratch {
 }
 
 /// `count` multiples of `step`.
-fn counting(cuda: &Arc<Cuda>, count: usize, step: usize) -> Result<DeviceBuffer<i32>> {
+pub(super) fn counting(cuda: &Arc<Cuda>, count: usize, step: usize) -> Result<DeviceBuffer<i32>> {
     DeviceBuffer::from_slice(cuda, &(0..count).map(|i| (i * step) as i32).collect::<Vec<_>>())
 }
 
@@ -186,11 +187,15 @@ impl Select for CudaBackend {
     fn index(&self, blocks: usize, indexer: &Indexer) -> Result<Index> {
         let (dim, of_block) = (indexer.head_dim, indexer.keys_of(BLOCK_SIZE) * indexer.head_dim);
         let keys = blocks * of_block;
-        let units = || {
-            let raw = DeviceBuffer::zeros(&self.cuda, blocks * BLOCK_SIZE * dim)?;
-            Ok::<_, Error>(Units { raw, firsts: DeviceBuffer::zeros(&self.cuda, keys)? })
+        let units = |of_position: usize, firsts: usize| {
+            let raw = DeviceBuffer::zeros(&self.cuda, blocks * BLOCK_SIZE * of_position)?;
+            Ok::<_, Error>(Some(Units { raw, firsts: DeviceBuffer::zeros(&self.cuda, firsts)? }))
         };
-        let units = (indexer.score == Score::Pooled).then(units).transpose()?;
+        let units = match indexer.score {
+            Score::Pooled => units(dim, keys)?,
+            Score::Gated { .. } => units(2 * dim, 1)?,
+            Score::Weighted { .. } | Score::Largest | Score::Entries { .. } => None,
+        };
         Ok(Index { keys: DeviceBuffer::zeros(&self.cuda, keys)?, units, of_block, dim })
     }
 
@@ -210,11 +215,12 @@ impl Select for CudaBackend {
     }
 
     fn chosen(&self, indexer: &Indexer, max_tokens: usize) -> Result<Chosen> {
-        let (most, sets, cuda) = (indexer.most(), indexer.sets(), &self.cuda);
+        let (most, len, sets, cuda) = (indexer.most(), indexer.listed(), indexer.sets(), &self.cuda);
         Ok(Chosen {
             most,
             sets,
-            lists: DeviceBuffer::new(cuda, max_tokens * sets * most)?,
+            len,
+            lists: DeviceBuffer::new(cuda, max_tokens * sets * len)?,
             counts: DeviceBuffer::zeros(cuda, max_tokens)?,
         })
     }
@@ -237,10 +243,18 @@ impl Select for CudaBackend {
         index: &mut Index,
         batch: &CudaBatch,
         indexer: &Indexer,
-        (rotary, norm, _): (Option<&Rotary<'_, Self>>, &KeyNorm<'_, Self>, Option<KeyPool<'_, Self>>),
+        (rotary, norm, pool): (Option<&Rotary<'_, Self>>, &KeyNorm<'_, Self>, Option<KeyPool<'_, Self>>),
         keys: &Tensor,
     ) {
-        let rotary = rotary.expect("what rotates nothing is refused when it is planned");
+        let bias = norm.bias.map_or(Address::NULL, DeviceBuffer::address);
+        if let (Some(units), Some(pool)) = (&index.units, pool) {
+            launch!(self.cuda, &self.cuda.compute, kernels::index_pool_gates, [batch.rows(), 1, 1];
+                keys.bf16(), pool.gate.bf16(), norm.weight.address(), bias, norm.eps, pool.bias.address(),
+                index.keys.address(), units.raw.address(), batch.positions(), batch.token_seq(), batch.seq_first(),
+                batch.seq_blocks(), batch.block_table(), index.dim as i32, indexer.unit as i32);
+            return;
+        }
+        let rotary = rotary.expect("keys that gates do not pool rotate");
         if let Some(units) = &index.units {
             launch!(self.cuda, &self.cuda.compute, kernels::index_pool, [batch.rows(), 1, 1];
                 keys.bf16(), norm.weight.address(), norm.eps, rotary.angles.f32(), (rotary.angles.cols / 2) as i32,
@@ -249,7 +263,6 @@ impl Select for CudaBackend {
                 index.dim as i32, indexer.unit as i32);
             return;
         }
-        let bias = norm.bias.map_or(Address::NULL, DeviceBuffer::address);
         launch!(self.cuda, &self.cuda.compute, kernels::index_write, [batch.rows(), 1, 1];
             keys.bf16(), norm.weight.address(), bias, norm.eps, rotary.angles.f32(),
             (rotary.angles.cols / 2) as i32, i32::from(rotary.interleaved), index.keys.address(), batch.positions(),
@@ -266,7 +279,12 @@ impl Select for CudaBackend {
         chosen: &mut Chosen,
     ) {
         let weights = queries.weights.map_or(Address::NULL, Tensor::f32);
-        let (in_block, pooled) = (indexer.keys_of(BLOCK_SIZE), indexer.score == Score::Pooled);
+        let in_block = indexer.keys_of(BLOCK_SIZE);
+        let pooled = match indexer.score {
+            Score::Weighted { .. } | Score::Largest => 0,
+            Score::Pooled | Score::Gated { .. } => 1,
+            Score::Entries { .. } => 2,
+        };
         for (rows, seen) in chosen.waves(batch, self.limits.context, WAVE) {
             let grid = [(seen.div_ceil(BLOCK_SIZE) * in_block).div_ceil(BLOCK_SIZE * SCORE_PAGES), rows.len(), 1];
             launch!(self.cuda, &self.cuda.compute, kernels::index_scores, grid;
@@ -279,12 +297,12 @@ impl Select for CudaBackend {
                 launch!(self.cuda, &self.cuda.compute, kernels::index_best_parts, [rows.len(), chosen.sets, parts];
                     scratch.scores.address(), scratch.units.address(), batch.positions(),
                     scratch.best_scores.address(), scratch.best.address(), rows.start as i32, indexer.top_k as i32,
-                    indexer.unit as i32, chosen.most as i32, i32::from(pooled), scratch.pitch as i32);
+                    indexer.unit as i32, chosen.most as i32, pooled, scratch.pitch as i32);
             }
             launch!(self.cuda, &self.cuda.compute, kernels::index_best, [rows.len(), chosen.sets, 1];
                 scratch.scores.address(), scratch.units.address(), batch.positions(), scratch.best_scores.address(),
                 scratch.best.address(), chosen.lists.address(), chosen.counts.address(), rows.start as i32,
-                indexer.top_k as i32, indexer.unit as i32, chosen.most as i32, i32::from(pooled),
+                indexer.top_k as i32, indexer.unit as i32, chosen.most as i32, pooled,
                 scratch.pitch as i32, parts as i32);
         }
     }

@@ -109,6 +109,7 @@ pub(super) struct Buffers<B: Backend> {
     low: B::Tensor,      // [T, groups * o_lora_rank]
     compressor: Option<CompressorBuffers<B>>,
     indexer: Option<IndexerBuffers<B>>,
+    scratch: B::EntriesScratch,
 }
 
 /// Activations of a compressor.
@@ -149,7 +150,6 @@ impl<B: Backend> IndexerBuffers<B> {
 impl<B: Backend> Buffers<B> {
     pub(super) fn new(backend: &B, a: &Compressed, _: &LayerCache<B>, max_tokens: usize) -> Result<Self> {
         let tensor = |cols| backend.tensor(max_tokens, cols);
-        backend.reserve_entries(a)?;
         let own = a.selection.as_ref().and_then(Selection::own).zip(a.key_compressor());
         Ok(Self {
             q_latent: tensor(a.q_lora_rank)?,
@@ -160,11 +160,12 @@ impl<B: Backend> Buffers<B> {
             low: tensor(a.groups * a.o_lora_rank)?,
             compressor: a.compressor.map(|of| CompressorBuffers::new(backend, of, max_tokens)).transpose()?,
             indexer: own.map(|(own, keys)| IndexerBuffers::new(backend, own, keys, max_tokens)).transpose()?,
+            scratch: backend.entries_scratch(a, max_tokens)?,
         })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
-        let Self { q_latent, normed, q, kv, out, low, compressor, indexer } = self;
+        let Self { q_latent, normed, q, kv, out, low, compressor, indexer, .. } = self;
         let index = indexer.iter_mut().flat_map(|of| {
             let [x, entries] = of.keys.tensors();
             [&mut of.q, &mut of.weights, x, entries]
@@ -179,7 +180,7 @@ impl<B: Backend> Buffers<B> {
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
     Layer { config, weights: w, cache, chosen }: Layer<'_, B, Compressed, Weights<B>>,
-    Buffers { q_latent, normed, q, kv, out, low, compressor, indexer }: &mut Buffers<B>,
+    Buffers { q_latent, normed, q, kv, out, low, compressor, indexer, scratch }: &mut Buffers<B>,
     h: &mut B::Tensor,
     stream: &mut Stream<'_, B>,
 ) -> Result<()> {
@@ -224,6 +225,7 @@ pub(super) fn attention<B: Backend>(
         window: config.window,
         entries: entries.as_deref(),
         chosen: chosen.as_ref().filter(|_| config.selection.is_some()),
+        scratch,
         scale: 1.0 / (dim as f32).sqrt(),
         sinks: &w.sinks,
     };

@@ -301,7 +301,8 @@ fn check(spec: &Spec<'_>) -> Result<()> {
     }
     spec.check_context()?;
     let mut lacking = model.layers.iter().filter_map(|layer| layer.attention.gpu_lacks());
-    match lacking.next().or_else(|| model.moe()?.gpu_lacks(model.hidden_size)) {
+    let of_streams = || model.connections()?.gpu_lacks();
+    match lacking.next().or_else(of_streams).or_else(|| model.moe()?.gpu_lacks(model.hidden_size)) {
         Some(lack) => Err(Error::Model(format!("{lack}: use --device cpu"))),
         None => Ok(()),
     }

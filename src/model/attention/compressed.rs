@@ -132,6 +132,17 @@ impl Facts for Compressed {
     }
 
     fn gpu_lacks(&self) -> Option<String> {
-        Some("the GPU has no attention over entries of several positions".into())
+        if let Some(lacks) = self.selection.as_ref().and_then(|selection| selection.indexer.gpu_lacks()) {
+            return Some(lacks);
+        }
+        let heads = self.num_heads * self.head_dim / self.groups;
+        let widths = [self.head_dim, self.q_lora_rank, self.o_lora_rank, heads];
+        let fits = self.head_dim <= 512 && widths.iter().all(|n| n.is_multiple_of(8));
+        (!fits).then(|| {
+            let (dim, latent, low) = (self.head_dim, self.q_lora_rank, self.o_lora_rank);
+            format!(
+                "the GPU attends to entries of up to 512 elements, in multiples of 8, not {dim}, {latent} and {low}"
+            )
+        })
     }
 }

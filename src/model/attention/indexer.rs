@@ -118,9 +118,6 @@ impl Indexer {
 
     /// What the GPU's kernels lack for it, if anything.
     pub(super) fn gpu_lacks(&self) -> Option<String> {
-        if matches!(self.score, Score::Gated { .. }) {
-            return Some("the GPU has no indexer whose keys are pooled with gates".into());
-        }
         let fits = self.num_heads <= 64 && self.head_dim <= 128 && self.head_dim.is_multiple_of(8);
         (!fits).then(|| {
             let (heads, dim) = (self.num_heads, self.head_dim);
