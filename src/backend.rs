@@ -12,8 +12,8 @@
 //! dense      ops on rows: embedding, norms, products, gates, logits
 //! attend     attention over cached keys and values
 //! select     the positions that queries attend to, where these are not all
-//! compress   entries of several positions, and attention over them and a window
 //! recur      recurrent state: gated DeltaNet, KDA, short convolutions, Mamba-2
+//! compress   entries of several positions, and attention over them and a window
 //! streams    several residual streams, and what n-grams add to them
 //! route      experts for each token
 //! record     recorded passes, steering, times

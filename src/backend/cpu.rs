@@ -4,9 +4,9 @@
 //! memory, load             activations; weights
 //! dense                    ops on rows
 //! attend on kv, softmax    attention; its cache, its tiles
-//! compress                 entries of several positions
 //! select                   the positions that queries attend to
 //! recur, kda, mamba2       DeltaNet, Kimi delta attention, Mamba-2
+//! compress                 entries of several positions
 //! streams                  several residual streams
 //! route, record            experts for each token; steering
 //! ```

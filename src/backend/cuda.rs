@@ -9,8 +9,8 @@
 //! attend                         attention, on top of
 //!   attend_latent, attend_wgmma    the two ways of latent attention; Hopper's kernels
 //!   select                         the positions that queries attend to
-//!   compress                       entries of several positions, and a window
 //! recur, streams                 DeltaNet; several residual streams
+//! compress                       entries of several positions, and a window
 //! route, record                  experts for each token; graphs and steering
 //! ```
 //!
