@@ -140,6 +140,9 @@ impl Kernel for Reader {
     fn gelu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
         self.inner.gelu_mul(gate, up, out);
     }
+    fn widen(&self, codes: &[i8], scales: &[f32], out: &mut [half::bf16]) {
+        self.inner.widen(codes, scales, out);
+    }
     fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]) {
         self.inner.add_scaled(x, scale, out);
     }

@@ -1,14 +1,17 @@
 // What the attention kernels share: the cache's pages, tiles in shared memory, the fragments of the two products.
 //
-// The cache of a layer: keys [blocks, kv_heads, 64, key_dim], values [blocks, kv_heads, 64, value_dim], bf16 or FP8
-// E4M3 without a scale. So the 64 positions of a page are contiguous for each head. Multi-head latent attention (MLA)
-// has one head and no values: they are the first numbers of the keys.
+// The cache of a layer: keys [blocks, kv_heads, 64, key_dim], values [blocks, kv_heads, 64, value_dim], bf16 or INT8.
+// So the 64 positions of a page are contiguous for each head. Multi-head latent attention (MLA) has one head and no
+// values: they are the first numbers of the keys.
+//
+// INT8: behind the codes of a head's page are its scales, bf16 [ceil(dim / KV_GROUP)][64], one for each KV_GROUP
+// numbers of a position. A number is its code times its scale, rounded to bf16.
 //
 // A tile in shared memory: rows of bf16, one for each position (or query), 8 numbers longer than the head. With that
 // pitch the 8 rows that ldmatrix reads lie in 8 different groups of banks for every head size, and all offsets in a
-// loop over the tile are constants. FP8: decode keeps FP8 tiles (rows 16 bytes longer than the head, too) and widens
-// fragments; prefill, where each fragment is read by many warps, lets pages arrive as they lie in the cache ("raw") and
-// widens them into a bf16 tile. Each thread widens its own copies, so none waits.
+// loop over the tile are constants. INT8: decode keeps INT8 tiles (rows 16 bytes longer than the head, too), the scales
+// of 16 positions [groups][16] behind them, and widens fragments; prefill, where each fragment is read by many warps,
+// lets pages arrive as they lie in the cache ("raw") and widens them into a bf16 tile.
 #pragma once
 #include "common.cuh"
 
@@ -34,31 +37,68 @@ __device__ __forceinline__ float sink_of(const float* sinks, int head) {
     return sinks ? sinks[head] * LOG2_E : -INFINITY;
 }
 
-struct e4m3 {
-    uint8_t bits;
+struct int8 {
+    int8_t code;
 };
 
-// FP8 numbers in the high bytes of both halves as bf16, exactly: exponent and mantissa move to where bf16 has them, and
-// a product with 2^120 makes up for the different bias (it also makes subnormals normal). The NaNs become 480, so
-// whatever bytes lie in shared memory are finite; the cache is written with saturation and holds none.
-__device__ __forceinline__ uint32_t widen_high_bytes(uint32_t halves) {
-    return fma_bf16x2((halves & 0x80008000u) | (halves & 0x7f007f00u) >> 4, 0x7b807b80u, 0x80008000u);
+constexpr int KV_GROUP = 64; // numbers of a position that have one scale
+
+// A bf16 number in both halves.
+__device__ __forceinline__ uint32_t twice(uint16_t x) { return x * 0x10001u; }
+
+// Codes in the low bytes of both halves, times `scale` each, rounded to bf16. A code is low + (high bit ? -128 : 0);
+// bf16 has 128 + low as low behind the bits of 128, and 256 differs from 128 by that high bit.
+__device__ __forceinline__ uint32_t widen_low_bytes(uint32_t halves, uint32_t scale) {
+    const uint32_t codes =
+        fma_bf16x2((halves & 0x00800080u) | 0x43004300u, 0xbf80bf80u, (halves & 0x007f007fu) | 0x43004300u);
+    return fma_bf16x2(codes, scale, 0x80008000u);
 }
 // Four of them.
-__device__ __forceinline__ uint2 widen_e4m3(uint32_t four) {
-    return make_uint2(widen_high_bytes(__byte_perm(four, 0, 0x1404)), widen_high_bytes(__byte_perm(four, 0, 0x3424)));
+__device__ __forceinline__ uint2 widen_int8(uint32_t four, uint32_t scale) {
+    return make_uint2(
+        widen_low_bytes(__byte_perm(four, 0, 0x4140), scale), widen_low_bytes(__byte_perm(four, 0, 0x4342), scale));
 }
 
-// Numbers of a head at a page: `data` [blocks, kv_heads, 64, dim].
-template <class T>
-__device__ __forceinline__ const T* page_of(const T* data, uint32_t block, int kv_heads, int kv_head, int dim) {
-    return data + ((size_t)block * kv_heads + kv_head) * PAGE * dim;
+// What numbers of a group are stored with.
+struct Scale {
+    bf16 scale;
+    float inverse; // codes are numbers times this
+};
+// For numbers of at most `largest`.
+__device__ __forceinline__ Scale scale_for(float largest) {
+    const bf16 scale = to_bf16(fminf(largest, 3e38f) / 127.0f);
+    const float x = to_f32(scale);
+    return {scale, x < 1e-30f ? 0.0f : 1.0f / x};
+}
+__device__ __forceinline__ uint32_t code_of(float x, const Scale& scale) {
+    return (uint32_t)(int)fminf(fmaxf(rintf(x * scale.inverse), -127.0f), 127.0f) & 0xffu;
+}
+
+// Scales of a position of `dim` numbers; bf16 has none.
+template <class T> __host__ __device__ constexpr int groups_of(int dim) {
+    return sizeof(T) == 1 ? (dim + KV_GROUP - 1) / KV_GROUP : 0;
+}
+// Numbers that a head's page takes, its scales among them.
+template <class T> __host__ __device__ constexpr int page_len(int dim) {
+    return PAGE * (dim + groups_of<T>(dim) * 2 / (int)sizeof(T));
+}
+// The same, of the scales of 16 positions in shared memory.
+template <class T> __host__ __device__ constexpr int scales_len(int d) {
+    return 16 * groups_of<T>(d) * 2 / (int)sizeof(T);
+}
+// A head's page: `data` [blocks, kv_heads, page].
+template <class T> __device__ __forceinline__ T* page_of(T* data, uint32_t block, int kv_heads, int kv_head, int dim) {
+    return data + ((size_t)block * kv_heads + kv_head) * page_len<T>(dim);
+}
+// Its scales, [groups][64].
+__device__ __forceinline__ const uint16_t* scales_of(const int8* page, int dim) {
+    return reinterpret_cast<const uint16_t*>(page + PAGE * dim);
 }
 
 // Numbers from one row of a tile to the next.
 template <class T> __host__ __device__ constexpr int pitch_of(int d) { return d + 16 / (int)sizeof(T); }
 
-// Copies `rows` rows of `dim` numbers to the first ROWS rows of a tile of width D; the rest of them becomes zero (FP8:
+// Copies `rows` rows of `dim` numbers to the first ROWS rows of a tile of width D; the rest of them becomes zero (INT8:
 // anything). `thread` of THREADS copies its part: eight threads to a row, so that a thread needs few addresses.
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_rows(T* tile, const T* from, size_t pitch, int dim, int rows, int thread) {
@@ -86,10 +126,23 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* from, size_t pitch, 
     }
 }
 
-// FP8 to a bf16 tile, in two steps. `raw` gets the bytes of the rows as they lie, which is why heads whose size is an
+// The scales of ROWS positions of a page from `first` on, to [groups of D][ROWS]; those of groups past the head become
+// zero.
+template <int ROWS, int D, class T>
+__device__ __forceinline__ void copy_scales(void* to, const T* page, int dim, int first, int thread) {
+    if constexpr (sizeof(T) == 1) {
+        constexpr int CHUNKS = ROWS / 8;
+        if (thread >= CHUNKS * groups_of<T>(D)) return;
+        const int group = thread / CHUNKS, at = thread % CHUNKS * 8;
+        copy_async_16(static_cast<uint16_t*>(to) + group * ROWS + at, scales_of(page, dim) + group * PAGE + first + at,
+            group < groups_of<T>(dim));
+    }
+}
+
+// INT8 to a bf16 tile, in two steps. `raw` gets the bytes of the rows as they lie, which is why heads whose size is an
 // odd multiple of 8 are no special case.
 template <int ROWS, int D, int THREADS>
-__device__ __forceinline__ void copy_raw(uint8_t* raw, const e4m3* from, int dim, int rows, int thread) {
+__device__ __forceinline__ void copy_raw(uint8_t* raw, const int8* from, int dim, int rows, int thread) {
 #pragma unroll
     for (int i = 0; i < div_ceil(ROWS * D / 16, THREADS); i++) {
         const int at = 16 * (i * THREADS + thread);
@@ -100,10 +153,10 @@ __device__ __forceinline__ void copy_raw(uint8_t* raw, const e4m3* from, int dim
 __device__ __forceinline__ uint32_t reciprocal(int dim) { return ((1u << 20) + dim / 8 - 1) / (dim / 8); }
 // The row of the n-th group of 8 numbers; exact up to 64 rows of 576.
 __device__ __forceinline__ int row_of(int n, uint32_t inverse) { return (int)(n * inverse >> 20); }
-// Columns from `dim` on are left alone.
+// Columns from `dim` on are left alone. Scales are [groups][ROWS].
 template <int ROWS, int D, int THREADS, int PITCH>
 __device__ __forceinline__ void widen_rows(
-    bf16* tile, const uint8_t* raw, int dim, uint32_t inverse, int rows, int thread) {
+    bf16* tile, const uint8_t* raw, const uint16_t* scales, int dim, uint32_t inverse, int rows, int thread) {
 #pragma unroll 2 // registers are scarce
     for (int i = 0; i < div_ceil(ROWS * D / 16, THREADS); i++) {
         const int at = 16 * (i * THREADS + thread);
@@ -112,7 +165,9 @@ __device__ __forceinline__ void widen_rows(
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int n = at / 8 + half, row = row_of(n, inverse), col = 8 * n - row * dim;
-            const uint2 a = widen_e4m3(half ? bytes.z : bytes.x), b = widen_e4m3(half ? bytes.w : bytes.y);
+            const uint32_t scale = twice(scales[col / KV_GROUP * ROWS + row]);
+            const uint2 a = widen_int8(half ? bytes.z : bytes.x, scale),
+                        b = widen_int8(half ? bytes.w : bytes.y, scale);
             *reinterpret_cast<uint4*>(tile + row * PITCH + col) =
                 row < rows ? make_uint4(a.x, a.y, b.x, b.y) : make_uint4(0, 0, 0, 0);
         }
@@ -128,20 +183,20 @@ __device__ __forceinline__ void load_a(uint32_t (&a)[4], const bf16* tile, int p
 }
 // B for 16 columns, k = 16, from a tile whose rows are B's columns (keys). The first two words are for columns 0 to 7,
 // the others for 8 to 15.
-__device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const bf16* tile, int pitch, int lane) {
+__device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const bf16* tile, int pitch, int lane, uint2 = {}) {
     ldmatrix_x4(b, tile + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8);
 }
 // the same from a tile whose rows are B's rows (values).
-__device__ __forceinline__ void load_b_cols(uint32_t (&b)[4], const bf16* tile, int pitch, int lane) {
+__device__ __forceinline__ void load_b_cols(uint32_t (&b)[4], const bf16* tile, int pitch, int lane, uint2 = {}) {
     ldmatrix_x4_trans(b, tile + lane % 16 * pitch + lane / 16 * 8);
 }
-// B from FP8 tiles. A word of a matrix is four numbers of a row here, not two.
+// B from INT8 tiles. A word of a matrix is four numbers of a row here, not two.
 // Keys: lane i gets dimensions 4 (i % 4) to 4 (i % 4) + 3 where bf16 has 2 (i % 4), 2 (i % 4) + 1 and the two 8 further
 // on. A sum has no order: the queries follow (load_queries).
-__device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const e4m3* tile, int pitch, int lane) {
+__device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const int8* tile, int pitch, int lane, uint2 scale) {
     uint32_t raw[2];
     ldmatrix_x2(raw, tile + lane % 16 * pitch);
-    const uint2 left = widen_e4m3(raw[0]), right = widen_e4m3(raw[1]);
+    const uint2 left = widen_int8(raw[0], scale.x), right = widen_int8(raw[1], scale.y);
     b[0] = left.x;
     b[1] = left.y;
     b[2] = right.x;
@@ -149,13 +204,31 @@ __device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const e4m3* tile, 
 }
 // Values: two positions by two columns. The even ones of the 16 columns are the first 8 of B, the odd ones the others
 // (quad_of puts them right).
-__device__ __forceinline__ void load_b_cols(uint32_t (&b)[4], const e4m3* tile, int pitch, int lane) {
+__device__ __forceinline__ void load_b_cols(uint32_t (&b)[4], const int8* tile, int pitch, int lane, uint2 scale) {
     uint32_t raw[2];
     ldmatrix_x2_trans(raw, tile + lane % 16 * pitch);
-    b[0] = widen_high_bytes(raw[0] << 8);
-    b[1] = widen_high_bytes(raw[1] << 8);
-    b[2] = widen_high_bytes(raw[0]);
-    b[3] = widen_high_bytes(raw[1]);
+    b[0] = widen_low_bytes(raw[0], scale.x);
+    b[1] = widen_low_bytes(raw[1], scale.y);
+    b[2] = widen_low_bytes(raw[0] >> 8, scale.x);
+    b[3] = widen_low_bytes(raw[1] >> 8, scale.y);
+}
+// The scales of a fragment, from the column's group of 16 positions' scales: of keys two positions', of values two
+// pairs'. Nothing for bf16.
+template <class T> __device__ __forceinline__ uint2 key_scales(const void* scales, int column, int lane) {
+    if constexpr (sizeof(T) == 1) {
+        const uint16_t* of = static_cast<const uint16_t*>(scales) + column / KV_GROUP * 16 + lane / 4;
+        return make_uint2(twice(of[0]), twice(of[8]));
+    } else {
+        return make_uint2(0, 0);
+    }
+}
+template <class T> __device__ __forceinline__ uint2 value_scales(const void* scales, int column, int lane) {
+    if constexpr (sizeof(T) == 1) {
+        const uint32_t* of = static_cast<const uint32_t*>(scales) + column / KV_GROUP * 8 + lane % 4;
+        return make_uint2(of[0], of[4]);
+    } else {
+        return make_uint2(0, 0);
+    }
 }
 __device__ __forceinline__ void mma_pair(
     float (&left)[4], float (&right)[4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {

@@ -8,7 +8,7 @@
 //   q [T, heads * key_dim], out [T, heads * value_dim] bf16. A negative rows[i] is skipped.
 //   KV head h finds its pages `table_stride` * h entries behind the first one's; 0: all heads have the same.
 //
-// attend_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD and value_dim <= VD, multiples of 8; its tile is (KD,
+// attend_decode_{KD}_{VD}_{bf16|int8} serves key_dim <= KD and value_dim <= VD, multiples of 8; its tile is (KD,
 // VD). Choose the first that holds both.
 //
 // A block takes one of `splits` equal shares of the pages that a row sees, for up to HEADS heads of a group: they are
@@ -25,10 +25,14 @@
 // and attend_combine must follow: grid (n * heads, ceil(value_dim / COMBINE_COLUMNS)), splits <= MAX_SPLITS.
 #include "decode_wide.cuh"
 
+// Numbers of 16 keys or values and their scales.
+template <class Cache> __host__ __device__ constexpr int tile_len(int d) {
+    return 16 * pitch_of<Cache>(d) + scales_len<Cache>(d);
+}
 // Bytes of the warps' pages, which lie where their results lie afterwards: [4][16][VD + 8] f32.
 template <int KD, int VD, int STAGES, class Cache> __host__ __device__ constexpr int pages_bytes() {
     return max_of(
-        4 * STAGES * 16 * (pitch_of<Cache>(KD) + pitch_of<Cache>(VD)) * (int)sizeof(Cache), 4 * HEADS * (VD + 8) * 4);
+        4 * STAGES * (tile_len<Cache>(KD) + tile_len<Cache>(VD)) * (int)sizeof(Cache), 4 * HEADS * (VD + 8) * 4);
 }
 constexpr int STATES_BYTES = 4 * HEADS * 8; // {max, sum} of each warp
 
@@ -37,8 +41,8 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     float2* states, const int* rows, const int* positions, const int* token_seq, const int* seq_blocks,
     const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, Window window,
     const float* sinks, int table_stride) {
-    constexpr int KEY_PITCH = pitch_of<Cache>(KD), VALUE_PITCH = pitch_of<Cache>(VD),
-                  STAGE = 16 * (KEY_PITCH + VALUE_PITCH);
+    constexpr int KEY_PITCH = pitch_of<Cache>(KD), VALUE_PITCH = pitch_of<Cache>(VD), KEYS = tile_len<Cache>(KD),
+                  STAGE = KEYS + tile_len<Cache>(VD);
     DYNAMIC_SHARED(unsigned char, shared);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, split = blockIdx.x, splits = gridDim.x,
               row = rows[blockIdx.z];
@@ -68,18 +72,22 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     auto copy_keys = [&](int j, int stage) {
         if (j % WARP == 0) ids = table[min(j + lane, count - 1)];
         const uint32_t id = __shfl_sync(ALL_LANES, ids, j % WARP);
-        if (j < count)
-            copy_rows<16, KD, WARP>(tiles + stage * STAGE,
-                page_of(keys, id, kv_heads, kv_head, key_dim) + warp * 16 * key_dim, key_dim, key_dim, rows_of(j),
-                lane);
+        if (j < count) {
+            const Cache* page = page_of(keys, id, kv_heads, kv_head, key_dim);
+            Cache* tile = tiles + stage * STAGE;
+            copy_rows<16, KD, WARP>(tile, page + warp * 16 * key_dim, key_dim, key_dim, rows_of(j), lane);
+            copy_scales<16, KD>(tile + 16 * KEY_PITCH, page, key_dim, warp * 16, lane);
+        }
         copy_async_commit();
     };
     auto copy_values = [&](int j, int stage) {
         const uint32_t id = __shfl_sync(ALL_LANES, ids, j % WARP);
-        if (j < count)
-            copy_rows<16, VD, WARP>(tiles + stage * STAGE + 16 * KEY_PITCH,
-                page_of(values, id, kv_heads, kv_head, value_dim) + warp * 16 * value_dim, value_dim, value_dim,
-                rows_of(j), lane);
+        if (j < count) {
+            const Cache* page = page_of(values, id, kv_heads, kv_head, value_dim);
+            Cache* tile = tiles + stage * STAGE + KEYS;
+            copy_rows<16, VD, WARP>(tile, page + warp * 16 * value_dim, value_dim, value_dim, rows_of(j), lane);
+            copy_scales<16, VD>(tile + 16 * VALUE_PITCH, page, value_dim, warp * 16, lane);
+        }
         copy_async_commit();
     };
 #pragma unroll
@@ -101,10 +109,12 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
         copy_async_wait<2 * STAGES - 1>();
         __syncwarp();
         const Cache* k = tiles + stage * STAGE;
+        uint2 scale;
 #pragma unroll
         for (int i = 0; i < KD / 16; i++) {
+            if (i * 16 % KV_GROUP == 0) scale = key_scales<Cache>(k + 16 * KEY_PITCH, i * 16, lane);
             uint32_t b[4];
-            load_b_rows(b, k + i * 16, KEY_PITCH, lane);
+            load_b_rows(b, k + i * 16, KEY_PITCH, lane, scale);
             mma_pair(s[0], s[1], qa[i], b);
         }
         __syncwarp();
@@ -125,11 +135,12 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
         rescale(o, correction);
         copy_async_wait<2 * STAGES - 1>();
         __syncwarp();
-        const Cache* v = k + 16 * KEY_PITCH;
+        const Cache* v = k + KEYS;
 #pragma unroll
         for (int n = 0; n < VD / 8; n += 2) {
+            if (n * 8 % KV_GROUP == 0) scale = value_scales<Cache>(v + 16 * VALUE_PITCH, n * 8, lane);
             uint32_t b[4];
-            load_b_cols(b, v + n * 8, VALUE_PITCH, lane);
+            load_b_cols(b, v + n * 8, VALUE_PITCH, lane, scale);
             mma_pair(o[n], o[n + 1], p, b);
         }
         __syncwarp();
@@ -200,11 +211,11 @@ DECODE(attend_decode_96_96_bf16, 96, 96, 2, bf16, 53760)
 DECODE(attend_decode_128_128_bf16, 128, 128, 2, bf16, 70144)
 DECODE(attend_decode_192_128_bf16, 192, 128, 2, bf16, 86528)
 DECODE(attend_decode_256_256_bf16, 256, 256, 1, bf16, 68096)
-DECODE(attend_decode_64_64_e4m3, 64, 64, 4, e4m3, 41472)
-DECODE(attend_decode_96_96_e4m3, 96, 96, 4, e4m3, 57856)
-DECODE(attend_decode_128_128_e4m3, 128, 128, 4, e4m3, 74240)
-DECODE(attend_decode_192_128_e4m3, 192, 128, 3, e4m3, 68096)
-DECODE(attend_decode_256_256_e4m3, 256, 256, 2, e4m3, 70144)
+DECODE(attend_decode_64_64_int8, 64, 64, 4, int8, 42496)
+DECODE(attend_decode_96_96_int8, 96, 96, 4, int8, 59904)
+DECODE(attend_decode_128_128_int8, 128, 128, 4, int8, 76288)
+DECODE(attend_decode_192_128_int8, 192, 128, 3, int8, 70016)
+DECODE(attend_decode_256_256_int8, 256, 256, 2, int8, 72192)
 
 #define DECODE_WIDE(name, D, STAGES, Cache, SHARED)                                                                    \
     static_assert(D == MOST_VALUE && SHARED == WideRing<D, true, 1, STAGES, Cache>::BYTES, "shared memory of " #name); \
@@ -215,7 +226,7 @@ DECODE(attend_decode_256_256_e4m3, 256, 256, 2, e4m3, 70144)
             seq_blocks, block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks});                      \
     }
 DECODE_WIDE(attend_decode_512_512_bf16, 512, 2, bf16, 74752)
-DECODE_WIDE(attend_decode_512_512_e4m3, 512, 4, e4m3, 75776)
+DECODE_WIDE(attend_decode_512_512_int8, 512, 4, int8, 77824)
 
 // Adds up the shares of a row's head, COMBINE_COLUMNS columns to a block.
 constexpr int COMBINE_COLUMNS = 64;

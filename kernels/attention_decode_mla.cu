@@ -8,7 +8,7 @@
 //
 // sinks [heads] or null: scores that take part in the softmax and bring no value.
 //
-// attend_latent_decode_{16|32}_{bf16|e4m3}: 16 or 32 heads to a block, its tile (16 if heads <= 16).
+// attend_latent_decode_{16|32}_{bf16|int8}: 16 or 32 heads to a block, its tile (16 if heads <= 16).
 //
 // How a block works: decode_wide.cuh.
 //   grid    (splits, ceil(heads / H), n), H = 16 or 32
@@ -34,5 +34,5 @@ constexpr int LATENT = 576;
     }
 DECODE_MLA(attend_latent_decode_16_bf16, 16, 4, bf16, 82944)
 DECODE_MLA(attend_latent_decode_32_bf16, 32, 4, bf16, 91136)
-DECODE_MLA(attend_latent_decode_16_e4m3, 16, 6, e4m3, 65024)
-DECODE_MLA(attend_latent_decode_32_e4m3, 32, 6, e4m3, 73216)
+DECODE_MLA(attend_latent_decode_16_int8, 16, 6, int8, 66752)
+DECODE_MLA(attend_latent_decode_32_int8, 32, 6, int8, 74944)

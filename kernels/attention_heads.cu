@@ -10,7 +10,7 @@
 // angles [T, 2 half] f32: cos, then sin. Pairs are (i, i + half) or, interleaved, (2i, 2i + 1). In between all is f32.
 // A warp takes a head. Dimensions, `at`, and norm_width are multiples of 8, dim <= 576.
 //
-// prepare_heads_{bf16|e4m3}: grid (T, ceil((q.heads + k.heads + (v ? k.heads : 0)) / HEADS_WARPS))
+// prepare_heads_{bf16|int8}: grid (T, ceil((q.heads + k.heads + (v ? k.heads : 0)) / HEADS_WARPS))
 #include "attention.cuh"
 
 constexpr int HEADS_WARPS = 8, HEADS_THREADS = HEADS_WARPS * WARP, MAX_DIM = 576;
@@ -31,11 +31,22 @@ struct PrepareHeads {
     int v_dim, half, interleaved;
 };
 
-__device__ __forceinline__ void store_pair(bf16* to, float a, float b) {
-    *reinterpret_cast<uint32_t*>(to) = pack_bf16(a, b);
+// A head's numbers to position `at` of its page; or to any row, with a page's beginning and 0.
+__device__ __forceinline__ void write_head(const float* row, bf16* page, int at, int dim, int lane) {
+    for (int i = 2 * lane; i < dim; i += 2 * WARP)
+        *reinterpret_cast<uint32_t*>(page + at * dim + i) = pack_bf16(row[i], row[i + 1]);
 }
-__device__ __forceinline__ void store_pair(e4m3* to, float a, float b) {
-    *reinterpret_cast<uint16_t*>(to) = pack_e4m3(a, b);
+static_assert(KV_GROUP == 2 * WARP, "a pair to a lane");
+__device__ __forceinline__ void write_head(const float* row, int8* page, int at, int dim, int lane) {
+    bf16* scales = reinterpret_cast<bf16*>(page + PAGE * dim);
+    for (int group = 0; group < groups_of<int8>(dim); group++) {
+        const int i = group * KV_GROUP + 2 * lane;
+        const float a = i < dim ? row[i] : 0.0f, b = i < dim ? row[i + 1] : 0.0f;
+        const Scale scale = scale_for(warp_max(fmaxf(fabsf(a), fabsf(b))));
+        if (i < dim)
+            *reinterpret_cast<uint16_t*>(page + at * dim + i) = (uint16_t)(code_of(a, scale) | code_of(b, scale) << 8);
+        if (lane == 0) scales[group * PAGE + at] = scale.scale;
+    }
 }
 
 template <class Cache> __device__ __forceinline__ void prepare_heads(const PrepareHeads& a) {
@@ -83,17 +94,15 @@ template <class Cache> __device__ __forceinline__ void prepare_heads(const Prepa
     }
     __syncwarp();
     if (query) {
-        bf16* to = a.q.x + ((size_t)t * a.q.heads + head) * dim;
-        for (int i = 2 * lane; i < dim; i += 2 * WARP) store_pair(to + i, row[i], row[i + 1]);
+        write_head(row, a.q.x + ((size_t)t * a.q.heads + head) * dim, 0, dim, lane);
         return;
     }
     const int position = a.positions[t];
     if (position < 0) return;
     const uint32_t block = a.block_table[a.seq_blocks[a.token_seq[t]] + position / PAGE];
-    Cache* to =
-        (Cache*)(value ? a.values : a.keys) + (((size_t)block * a.k.heads + head) * PAGE + position % PAGE) * dim;
-    for (int i = 2 * lane; i < dim; i += 2 * WARP) store_pair(to + i, row[i], row[i + 1]);
+    Cache* page = page_of((Cache*)(value ? a.values : a.keys), block, a.k.heads, head, dim);
+    write_head(row, page, position % PAGE, dim, lane);
 }
 
 KERNEL(prepare_heads_bf16, HEADS_THREADS, 0, const __grid_constant__ PrepareHeads a) { prepare_heads<bf16>(a); }
-KERNEL(prepare_heads_e4m3, HEADS_THREADS, 0, const __grid_constant__ PrepareHeads a) { prepare_heads<e4m3>(a); }
+KERNEL(prepare_heads_int8, HEADS_THREADS, 0, const __grid_constant__ PrepareHeads a) { prepare_heads<int8>(a); }

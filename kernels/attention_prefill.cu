@@ -6,7 +6,7 @@
 // It sees those of these positions that are in its `window`. `sinks` [heads] or null: scores that take part in each
 // head's softmax and bring no value.
 //
-// attend_prefill_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD and value_dim <= VD, both multiples of 8; its tile is
+// attend_prefill_{KD}_{VD}_{bf16|int8} serves key_dim <= KD and value_dim <= VD, both multiples of 8; its tile is
 // (KD, VD, ROWS), ROWS query rows to a block. Choose the first that holds both.
 // tiles[n]: {sequence, first row in the batch}; a tile ends after ROWS rows or at seq_first[sequence + 1]. Best order:
 // tiles with the most positions first (9% faster than last at 8192 tokens). A tile with a negative sequence is skipped.
@@ -18,7 +18,7 @@ constexpr int COLUMNS = 256;
 
 // STEP positions at a time, of one page.
 template <class Cache, int STEP> struct Paged {
-    const Cache *keys, *values;        // the head's part of block 0
+    const Cache *keys, *values;        // the head's page of block 0
     uint32_t key_stride, value_stride; // between blocks
     const uint32_t* table;
     int key_dim, value_dim, count; // positions that may be read
@@ -35,11 +35,11 @@ template <class Cache, int STEP> struct Paged {
         next = block(j + 2);
     }
     __device__ __forceinline__ int positions(int j) const { return count - STEP * j; }
-    __device__ __forceinline__ const Cache* keys_of(int j) const {
-        return keys + (size_t)id * key_stride + STEP * j % PAGE * key_dim;
-    }
+    __device__ __forceinline__ const Cache* key_page() const { return keys + (size_t)id * key_stride; }
+    __device__ __forceinline__ const Cache* value_page() const { return values + (size_t)id * value_stride; }
+    __device__ __forceinline__ const Cache* keys_of(int j) const { return key_page() + STEP * j % PAGE * key_dim; }
     __device__ __forceinline__ const Cache* values_of(int j) const {
-        return values + (size_t)id * value_stride + STEP * j % PAGE * value_dim;
+        return value_page() + STEP * j % PAGE * value_dim;
     }
 };
 
@@ -79,18 +79,26 @@ template <int KD, int VD, int STEP> struct PagedTiles<KD, VD, STEP, bf16> {
     }
 };
 
-// Raw pages of both, and one tile that holds keys and values by turns.
-template <int KD, int VD, int STEP> struct PagedTiles<KD, VD, STEP, e4m3> {
+// Raw pages of both, and one tile that holds keys and values by turns. Each thread widens its own copies, but with
+// scales that others have copied.
+template <int KD, int VD, int STEP> struct PagedTiles<KD, VD, STEP, int8> {
     static constexpr int KEY_PITCH = (KD > VD ? KD : VD) + 8, VALUE_PITCH = KEY_PITCH,
-                         BYTES = STEP * KEY_PITCH * 2 + STEP * (KD + VD);
-    Paged<e4m3, STEP> cache;
+                         KEY_SCALES = STEP * groups_of<int8>(KD), VALUE_SCALES = STEP * groups_of<int8>(VD),
+                         BYTES = STEP * KEY_PITCH * 2 + STEP * (KD + VD) + 2 * (KEY_SCALES + VALUE_SCALES);
+    Paged<int8, STEP> cache;
     bf16* tile;
-    uint8_t *raw_keys, *raw_values;
     uint32_t key_inverse, value_inverse;
 
-    __device__ __forceinline__ PagedTiles(const Paged<e4m3, STEP>& from, int first, unsigned char* shared)
-        : cache(from), tile(reinterpret_cast<bf16*>(shared)), raw_keys(shared + STEP * KEY_PITCH * 2),
-          raw_values(raw_keys + STEP * KD) {
+    // All at known distances from the tile: registers are scarce.
+    __device__ __forceinline__ uint8_t* raw_keys() const { return reinterpret_cast<uint8_t*>(tile + STEP * KEY_PITCH); }
+    __device__ __forceinline__ uint8_t* raw_values() const { return raw_keys() + STEP * KD; }
+    __device__ __forceinline__ uint16_t* key_scales() const {
+        return reinterpret_cast<uint16_t*>(raw_values() + STEP * VD);
+    }
+    __device__ __forceinline__ uint16_t* value_scales() const { return key_scales() + KEY_SCALES; }
+
+    __device__ __forceinline__ PagedTiles(const Paged<int8, STEP>& from, int first, unsigned char* shared)
+        : cache(from), tile(reinterpret_cast<bf16*>(shared)) {
         key_inverse = reciprocal(cache.key_dim);
         value_inverse = reciprocal(cache.value_dim);
         clear_shared<TILE_THREADS>(
@@ -100,34 +108,38 @@ template <int KD, int VD, int STEP> struct PagedTiles<KD, VD, STEP, e4m3> {
         copy_values(first);
     }
     __device__ __forceinline__ void copy_keys(int j) {
-        if (STEP * j < cache.count)
+        if (STEP * j < cache.count) {
             copy_raw<STEP, KD, TILE_THREADS>(
-                raw_keys, cache.keys_of(j), cache.key_dim, min(STEP, cache.positions(j)), threadIdx.x);
+                raw_keys(), cache.keys_of(j), cache.key_dim, min(STEP, cache.positions(j)), threadIdx.x);
+            copy_scales<STEP, KD>(key_scales(), cache.key_page(), cache.key_dim, STEP * j % PAGE, threadIdx.x);
+        }
         copy_async_commit();
     }
     __device__ __forceinline__ void copy_values(int j) {
-        if (STEP * j < cache.count)
+        if (STEP * j < cache.count) {
             copy_raw<STEP, VD, TILE_THREADS>(
-                raw_values, cache.values_of(j), cache.value_dim, min(STEP, cache.positions(j)), threadIdx.x);
+                raw_values(), cache.values_of(j), cache.value_dim, min(STEP, cache.positions(j)), threadIdx.x);
+            copy_scales<STEP, VD>(value_scales(), cache.value_page(), cache.value_dim, STEP * j % PAGE, threadIdx.x);
+        }
         copy_async_commit();
     }
     __device__ __forceinline__ const bf16* keys(int j) {
         copy_async_wait<1>();
         __syncthreads();
         widen_rows<STEP, KD, TILE_THREADS, KEY_PITCH>(
-            tile, raw_keys, cache.key_dim, key_inverse, cache.positions(j), threadIdx.x);
+            tile, raw_keys(), key_scales(), cache.key_dim, key_inverse, cache.positions(j), threadIdx.x);
         cache.advance(j);
-        copy_keys(j + 1);
         __syncthreads();
+        copy_keys(j + 1);
         return tile;
     }
     __device__ __forceinline__ const bf16* values(int j) {
         copy_async_wait<1>();
         __syncthreads();
         widen_rows<STEP, VD, TILE_THREADS, VALUE_PITCH>(
-            tile, raw_values, cache.value_dim, value_inverse, cache.positions(j), threadIdx.x);
-        copy_values(j + 1);
+            tile, raw_values(), value_scales(), cache.value_dim, value_inverse, cache.positions(j), threadIdx.x);
         __syncthreads();
+        copy_values(j + 1);
         return tile;
     }
 };
@@ -149,8 +161,8 @@ __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const 
     Paged<Cache, STEP> cache;
     cache.keys = page_of(keys, 0, kv_heads, kv_head, key_dim);
     cache.values = page_of(values, 0, kv_heads, kv_head, value_dim);
-    cache.key_stride = kv_heads * PAGE * key_dim;
-    cache.value_stride = kv_heads * PAGE * value_dim;
+    cache.key_stride = kv_heads * page_len<Cache>(key_dim);
+    cache.value_stride = kv_heads * page_len<Cache>(value_dim);
     cache.table = block_table + seq_blocks[tile.x];
     cache.key_dim = key_dim;
     cache.value_dim = value_dim;
@@ -182,9 +194,9 @@ PREFILL(attend_prefill_128_128_bf16, 128, 128, 128, PAGE, bf16, 69632)
 PREFILL(attend_prefill_192_128_bf16, 192, 128, 128, PAGE, bf16, 94208)
 PREFILL(attend_prefill_256_256_bf16, 256, 256, 64, PAGE, bf16, 101376)
 PREFILL(attend_prefill_512_512_bf16, 512, 512, 64, 16, bf16, 99840)
-PREFILL(attend_prefill_64_64_e4m3, 64, 64, 128, PAGE, e4m3, 35840)
-PREFILL(attend_prefill_96_96_e4m3, 96, 96, 128, PAGE, e4m3, 52224)
-PREFILL(attend_prefill_128_128_e4m3, 128, 128, 128, PAGE, e4m3, 68608)
-PREFILL(attend_prefill_192_128_e4m3, 192, 128, 128, PAGE, e4m3, 97280)
-PREFILL(attend_prefill_256_256_e4m3, 256, 256, 64, PAGE, e4m3, 100352)
-PREFILL(attend_prefill_512_512_e4m3, 512, 512, 64, 16, e4m3, 99584)
+PREFILL(attend_prefill_64_64_int8, 64, 64, 128, PAGE, int8, 36096)
+PREFILL(attend_prefill_96_96_int8, 96, 96, 128, PAGE, int8, 52736)
+PREFILL(attend_prefill_128_128_int8, 128, 128, 128, PAGE, int8, 69120)
+PREFILL(attend_prefill_192_128_int8, 192, 128, 128, PAGE, int8, 97920)
+PREFILL(attend_prefill_256_256_int8, 256, 256, 64, PAGE, int8, 101376)
+PREFILL(attend_prefill_512_512_int8, 512, 512, 64, 16, int8, 100096)

@@ -19,11 +19,13 @@
 constexpr int UNIT = 16, MOST_VALUE = 512;
 constexpr int EXCHANGE = 2 * 4 * 2 * WARP; // float4: two buffers of [part][2 tiles of 8 positions][lane]
 
-// A unit into its tile, whose columns past the key become zero (FP8: finite). Eight threads to a row; groups of 128
-// threads take turns.
+// A unit, from position `first` of a page on, into its tile, whose columns past the key become zero (INT8: finite); its
+// scales behind the tile. Eight threads to a row; groups of 128 threads take turns.
 template <int D, int GROUPS, class T>
-__device__ __forceinline__ void copy_unit(T* tile, const T* from, int dim, int rows) {
+__device__ __forceinline__ void copy_unit(T* tile, const T* page, int first, int dim, int rows) {
     constexpr int CHUNK = 16 / sizeof(T);
+    copy_scales<UNIT, D>(tile + UNIT * pitch_of<T>(D), page, dim, first, threadIdx.x);
+    const T* from = page + first * dim;
     if (sizeof(T) == 1 && dim % 16) {
         if (threadIdx.x < 128) copy_rows<UNIT, D, 128>(tile, from, dim, dim, rows, threadIdx.x);
         return;
@@ -43,8 +45,9 @@ __device__ __forceinline__ void copy_unit(T* tile, const T* from, int dim, int r
 // numbers of the keys.
 template <int KD, bool OWN_VALUES, int GROUPS, int STAGES, class Cache> struct WideRing {
     static constexpr int KEY_PITCH = pitch_of<Cache>(KD),
-                         VALUE_PITCH = OWN_VALUES ? pitch_of<Cache>(MOST_VALUE) : KEY_PITCH, KEYS = UNIT * KEY_PITCH,
-                         TILE = KEYS + (OWN_VALUES ? UNIT * VALUE_PITCH : 0),
+                         VALUE_PITCH = OWN_VALUES ? pitch_of<Cache>(MOST_VALUE) : KEY_PITCH,
+                         KEYS = UNIT * KEY_PITCH + scales_len<Cache>(KD),
+                         TILE = KEYS + (OWN_VALUES ? UNIT * VALUE_PITCH + scales_len<Cache>(MOST_VALUE) : 0),
                          TILES_BYTES = STAGES * TILE * (int)sizeof(Cache), BYTES = TILES_BYTES + GROUPS * EXCHANGE * 16;
 };
 
@@ -104,13 +107,12 @@ __device__ __forceinline__ void decode_wide(const WideDecode<Cache>& a) {
         page = next;
         if (u < count) {
             next = table[(begin + min(u + 1, count - 1)) * UNIT / PAGE];
-            copy_unit<KD, GROUPS>(tiles + u % STAGES * Ring::TILE,
-                page_of(a.keys, page, a.kv_heads, kv_head, key_dim) + in_page(u) * key_dim, key_dim, rows_of(u));
+            copy_unit<KD, GROUPS>(tiles + u % STAGES * Ring::TILE, page_of(a.keys, page, a.kv_heads, kv_head, key_dim),
+                in_page(u), key_dim, rows_of(u));
         }
         if (OWN_VALUES && u > 0 && u <= count)
             copy_unit<MOST_VALUE, GROUPS>(tiles + (u - 1) % STAGES * Ring::TILE + Ring::KEYS,
-                page_of(a.values, before, a.kv_heads, kv_head, value_dim) + in_page(u - 1) * value_dim, value_dim,
-                rows_of(u - 1));
+                page_of(a.values, before, a.kv_heads, kv_head, value_dim), in_page(u - 1), value_dim, rows_of(u - 1));
         copy_async_commit();
     };
     // Scores of each part.
@@ -121,7 +123,9 @@ __device__ __forceinline__ void decode_wide(const WideDecode<Cache>& a) {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             uint32_t b[4];
-            load_b_rows(b, tile + (part + 4 * i) * 16, Ring::KEY_PITCH, lane);
+            const int column = (part + 4 * i) * 16;
+            load_b_rows(b, tile + column, Ring::KEY_PITCH, lane,
+                key_scales<Cache>(tile + UNIT * Ring::KEY_PITCH, column, lane));
             mma_pair(s[i % 2][0], s[i % 2][1], qa[i], b);
         }
 #pragma unroll
@@ -175,11 +179,14 @@ __device__ __forceinline__ void decode_wide(const WideDecode<Cache>& a) {
         rescale(o, correction);
         uint32_t p[4];
         scores_as_a(p, s[0], s[1]);
-        const Cache* values = tiles + u % STAGES * Ring::TILE + (OWN_VALUES ? Ring::KEYS : 0) + part * 128;
+        const Cache* values = tiles + u % STAGES * Ring::TILE + (OWN_VALUES ? Ring::KEYS : 0);
+        uint2 scale;
 #pragma unroll
         for (int n = 0; n < 16; n += 2) {
+            const int column = part * 128 + n * 8;
+            if (n * 8 % KV_GROUP == 0) scale = value_scales<Cache>(values + UNIT * Ring::VALUE_PITCH, column, lane);
             uint32_t b[4];
-            load_b_cols(b, values + n * 8, Ring::VALUE_PITCH, lane);
+            load_b_cols(b, values + column, Ring::VALUE_PITCH, lane, scale);
             mma_pair(o[n], o[n + 1], p, b);
         }
     }

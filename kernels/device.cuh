@@ -137,50 +137,6 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
     return v;
 }
 
-// Two floats as FP8 E4M3, rounded to nearest, cut at 448; the first in the low byte. And back.
-__device__ __forceinline__ uint16_t pack_e4m3(float low, float high);
-__device__ __forceinline__ float2 unpack_e4m3(uint16_t pair);
-
-// In software, for cards before compute capability 8.9 and for the emulator.
-__device__ __forceinline__ uint8_t e4m3_from_f32(float x) {
-    const uint32_t sign = (__float_as_uint(x) >> 24) & 0x80u;
-    const float a = fminf(fabsf(x), 448.0f);
-    if (!(a >= 0.0f)) return 0x7f;
-    if (a < 0x1p-6f) return (uint8_t)(sign | (uint32_t)rintf(a * 512.0f));
-    uint32_t bits = __float_as_uint(a);
-    bits += 0x7ffffu + ((bits >> 20) & 1u); // ties to even
-    return (uint8_t)(sign | (((bits >> 20) - (120u << 3)) & 0x7fu));
-}
-__device__ __forceinline__ float e4m3_to_f32(uint8_t x) {
-    const uint32_t sign = (uint32_t)(x & 0x80u) << 24, body = x & 0x7fu;
-    const float a = body < 8u ? (float)body * 0x1p-9f : __uint_as_float((body + (120u << 3)) << 20);
-    return __uint_as_float(__float_as_uint(a) | sign);
-}
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-__device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
-    uint16_t d;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
-    return d;
-}
-__device__ __forceinline__ float2 unpack_e4m3(uint16_t pair) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-    float2 out;
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-        : "=f"(out.x), "=f"(out.y)
-        : "r"(halves));
-    return out;
-}
-#else
-__device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
-    return (uint16_t)(e4m3_from_f32(low) | e4m3_from_f32(high) << 8);
-}
-__device__ __forceinline__ float2 unpack_e4m3(uint16_t pair) {
-    return make_float2(e4m3_to_f32(pair & 0xff), e4m3_to_f32(pair >> 8));
-}
-#endif
-
 // Hopper's own instructions: tensor copies (TMA), barriers in shared memory that count their bytes, products of a
 // warpgroup (four warps). They exist in code for compute capability 9.0 alone.
 

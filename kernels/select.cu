@@ -31,7 +31,8 @@
 // select_gather: grid (ceil(most / GATHER_ROWS), n)
 //   Entry j of lists[t] becomes position j of row i, in pages that follow each other: to [n, pages, kv_heads, 64, key]
 //   positions[i] = counts[t] - 1: with it, and tables that count, the decode kernels read what was gathered.
-//   key_bytes: of a head's row, a multiple of 8; values are gathered alike. KV heads share the sets evenly.
+//   key_bytes: of a head's row, a multiple of 8, `groups` its scales, 0 of bf16; values are gathered alike. KV heads
+//   share the sets evenly.
 // select_pages: grid (n)
 //   The same without copies, where units are whole pages: tables[i, set, j] is the page of entries 64 j.. of its list.
 // dim is a multiple of 8.
@@ -365,20 +366,29 @@ KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int
 constexpr int GATHER_ROWS = 16;
 KERNEL(select_gather, 128, 0, const void* keys, void* to, int* to_positions, const int* lists, const int* counts,
     const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int first, int most, int sets, int pages,
-    int kv_heads, int key_bytes) {
+    int kv_heads, int key_bytes, int groups) {
     begin_kernel();
     const int t = first + blockIdx.y, count = counts[t], begin = blockIdx.x * GATHER_ROWS,
               entries = min(GATHER_ROWS, count - begin);
     if (blockIdx.x == 0 && threadIdx.x == 0) to_positions[blockIdx.y] = count - 1;
     const uint32_t* table = block_table + seq_blocks[token_seq[t]];
-    const int words = key_bytes / 8;
-    for (int i = threadIdx.x; i < entries * kv_heads * words; i += 128) {
-        const int entry = begin + i / words / kv_heads, head = i / words % kv_heads, word = i % words,
+    const int words = key_bytes / 8, each = words + groups, page_bytes = PAGE * (key_bytes + 2 * groups);
+    for (int i = threadIdx.x; i < entries * kv_heads * each; i += 128) {
+        const int entry = begin + i / each / kv_heads, head = i / each % kv_heads, word = i % each,
                   position = lists[((size_t)t * sets + head * sets / kv_heads) * most + entry];
-        const size_t source = ((size_t)table[position / PAGE] * kv_heads + head) * PAGE + position % PAGE,
-                     target = (((size_t)blockIdx.y * pages + entry / PAGE) * kv_heads + head) * PAGE + entry % PAGE;
-        reinterpret_cast<uint2*>(to)[target * words + word] =
-            reinterpret_cast<const uint2*>(keys)[source * words + word];
+        const uint8_t* source =
+            static_cast<const uint8_t*>(keys) + ((size_t)table[position / PAGE] * kv_heads + head) * page_bytes;
+        uint8_t* target =
+            static_cast<uint8_t*>(to) + (((size_t)blockIdx.y * pages + entry / PAGE) * kv_heads + head) * page_bytes;
+        const int from_row = position % PAGE, to_row = entry % PAGE;
+        if (word < words) {
+            reinterpret_cast<uint2*>(target)[to_row * words + word] =
+                reinterpret_cast<const uint2*>(source)[from_row * words + word];
+        } else {
+            const int scales = (PAGE * key_bytes) / 2 + (word - words) * PAGE; // before this group's
+            reinterpret_cast<uint16_t*>(target)[scales + to_row] =
+                reinterpret_cast<const uint16_t*>(source)[scales + from_row];
+        }
     }
 }
 

@@ -51,7 +51,7 @@ fn one_of(all: &[impl std::fmt::Display]) -> String {
 
 named!(ExpertBits: Auto "auto", Bf16 "bf16", Int8 "int8", Int4 "int4");
 named!(DenseBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
-named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Fp8 "fp8");
+named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Int8 "int8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
 named!(ExpertsMemory: Auto "auto", Map "map", Copy "copy");
 named!(PrefillOn: Auto "auto", Cpu "cpu", Gpu "gpu");
@@ -202,17 +202,17 @@ pub enum KvBits {
     Bf16,
     /// The sum of two bf16 numbers each, nearly f32: twice the memory and the work. On the CPU.
     Bf16x2,
-    /// FP8 E4M3 without a scale: half the memory. On a GPU.
-    Fp8,
+    /// 8-bit codes with a scale for each head's 64 numbers: half the memory.
+    Int8,
 }
 
 impl KvBits {
-    /// bf16 numbers to a key or value.
+    /// Stored numbers to a key or value.
     pub fn parts(self) -> usize {
         match self {
             KvBits::Bf16 => 1,
             KvBits::Bf16x2 => 2,
-            KvBits::Fp8 => 1,
+            KvBits::Int8 => 1,
         }
     }
 }
@@ -267,7 +267,7 @@ engine_config! {
         /// Precision of attention, shared experts, dense layers and the output head.
         #[arg(long, default_value = "bf16", value_parser = choice_of(&DenseBits::ALL))]
         dense: DenseBits,
-        /// Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16.
+        /// Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16, int8 half.
         #[arg(long, default_value = "bf16", value_parser = choice_of(&KvBits::ALL))]
         kv: KvBits,
         /// Maximum tokens of a sequence, prompt plus answer [default: the model's limit, or what memory allows].

@@ -33,6 +33,7 @@ mod scalar;
 mod shared;
 mod tiles;
 
+use half::bf16;
 use moebius_cache::pack::MatrixLayout;
 
 pub use self::activations::{ActivationRows, Activations, ActivationsMut};
@@ -285,6 +286,9 @@ pub trait Kernel: Send + Sync {
 
     /// `x *= scale`.
     fn scale(&self, x: &mut [f32], scale: f32);
+
+    /// `out[i] = codes[i] * scales[i % scales.len()]`, rounded to bf16; both `[n]`. Scales are finite.
+    fn widen(&self, codes: &[i8], scales: &[f32], out: &mut [bf16]);
 
     /// `out += scale * x` by fma; both `[n]`.
     fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);

@@ -94,7 +94,7 @@ fn thirty_questions_with_experts_anywhere() {
                 (ExpertBits::Int8, None, DenseBits::Bf16, KvBits::Bf16),
                 (ExpertBits::Int4, Some(32), DenseBits::Bf16, KvBits::Bf16),
                 (ExpertBits::Int4, None, DenseBits::Int8, KvBits::Bf16),
-                (ExpertBits::Int4, None, DenseBits::Bf16, KvBits::Fp8),
+                (ExpertBits::Int4, None, DenseBits::Bf16, KvBits::Int8),
             ] {
                 check_questions(model, &EngineConfig { experts, group_size, dense, kv, ..place.clone() }, 30);
             }

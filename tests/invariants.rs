@@ -199,7 +199,7 @@ fn the_same_pass_twice_gives_the_same_bits() {
 fn segments_of_a_long_context_do_not_change_bits() {
     let tokens = prompt(2060, 4);
     for model in ["moe-gqa", "moe-mla", "gpt-oss-wide", "glm-5-long", "minimax-m3-long", "qwen4-exp-long"] {
-        for kv in [KvBits::Bf16, KvBits::Bf16x2] {
+        for kv in [KvBits::Bf16, KvBits::Bf16x2, KvBits::Int8] {
             let mut results = Vec::new();
             for (threads, chunks) in [(1, [1000, 2059, 2060]), (5, [2, 2055, 2060]), (3, [1030, 2059, 2060])] {
                 let config = EngineConfig {

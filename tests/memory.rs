@@ -88,7 +88,9 @@ fn what_is_counted_is_what_is_taken() {
     assert!(folders.len() >= 15, "those that stand in tests/fixtures");
     for folder in &folders {
         assert!(check(folder, &config(DenseBits::Bf16, KvBits::Bf16)), "{}", folder.name);
-        check(folder, &config(DenseBits::Bf16, KvBits::Bf16x2));
+        for kv in [KvBits::Bf16x2, KvBits::Int8] {
+            check(folder, &config(DenseBits::Bf16, kv));
+        }
         check(folder, &config(DenseBits::Int8, KvBits::Bf16));
         check(folder, &config(DenseBits::Int4, KvBits::Bf16));
     }

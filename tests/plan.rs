@@ -191,7 +191,7 @@ mod gpu {
         let none = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Cpu, ..Default::default() };
         assert_eq!(check(&qwen.dir(), "none resident", none), 0);
         check(&qwen.dir(), "a small budget", small(760));
-        check(&qwen.dir(), "fp8 keys and values", EngineConfig { kv: KvBits::Fp8, ..Default::default() });
+        check(&qwen.dir(), "int8 keys and values", EngineConfig { kv: KvBits::Int8, ..Default::default() });
         check(&qwen.dir(), "int8 dense", EngineConfig { dense: DenseBits::Int8, ..Default::default() });
         check(&fixture_dir("deepseek_v2_lite"), "latent attention", EngineConfig::default());
     }

@@ -314,25 +314,6 @@ inline void let_next_kernel_begin() {}
 inline void prefetch_l2(const void*) {}
 inline void pause_ns(uint32_t) { sched_yield(); }
 
-inline uint8_t e4m3_from_f32(float x) {
-    const uint32_t sign = (__float_as_uint(x) >> 24) & 0x80u;
-    const float a = fminf(fabsf(x), 448.0f);
-    if (x != x) return 0x7f;
-    if (a < 0x1p-6f) return (uint8_t)(sign | (uint32_t)rintf(a * 512.0f));
-    uint32_t bits = __float_as_uint(a);
-    bits += 0x7ffffu + ((bits >> 20) & 1u);
-    return (uint8_t)(sign | (((bits >> 20) - (120u << 3)) & 0x7fu));
-}
-inline float e4m3_to_f32(uint8_t x) {
-    const uint32_t sign = (uint32_t)(x & 0x80u) << 24, body = x & 0x7fu;
-    const float a = body < 8u ? (float)body * 0x1p-9f : __uint_as_float((body + (120u << 3)) << 20);
-    return __uint_as_float(__float_as_uint(a) | sign);
-}
-inline uint16_t pack_e4m3(float low, float high) { return (uint16_t)(e4m3_from_f32(low) | e4m3_from_f32(high) << 8); }
-inline float2 unpack_e4m3(uint16_t pair) {
-    return make_float2(e4m3_to_f32(pair & 0xff), e4m3_to_f32((uint8_t)(pair >> 8)));
-}
-
 #define HAS_WGMMA
 // Hopper: a copy of a box lands when a thread waits for its barrier, a product is done when a thread waits for it.
 struct alignas(64) TensorMap {

@@ -27,8 +27,9 @@ class EngineOptions(TypedDict, total=False):
     dense: Literal["bf16", "int8", "int4"] | None
     """Precision of attention, shared experts, dense layers and the output head [default: bf16]."""
 
-    kv: Literal["bf16", "bf16x2", "fp8"] | None
-    """Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16 [default: bf16]."""
+    kv: Literal["bf16", "bf16x2", "int8"] | None
+    """Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16, int8 half [default:
+    bf16]."""
 
     max_context: int | None
     """Maximum tokens of a sequence, prompt plus answer [default: the model's limit, or what memory allows]."""

@@ -7,6 +7,9 @@ use crate::Result;
 use crate::config::KvBits;
 use crate::model::{Indexer, KvDims, Mla, PositionScale, Window};
 
+/// Numbers of a position that have one scale in a KV cache of INT8.
+pub const KV_GROUP: usize = 64;
+
 /// Queries or keys on their way from a product to attention.
 pub struct Heads<'a, B: Load> {
     /// `[T, heads * dim]`

@@ -117,6 +117,7 @@ struct Scratch {
     row: Numbers,
     scores: Numbers,
     probabilities: Activations,
+    tiles: Numbers, // keys or values as bf16, where they are codes
 }
 
 /// f32 numbers of memory that only grows.

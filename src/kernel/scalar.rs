@@ -92,6 +92,10 @@ impl Kernel for Scalar {
         shared::exp_sub(x, max)
     }
 
+    fn widen(&self, codes: &[i8], scales: &[f32], out: &mut [bf16]) {
+        shared::widen(codes, scales, out);
+    }
+
     fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]) {
         shared::add_scaled(x, scale, out);
     }

@@ -1,6 +1,8 @@
 //! Operations written once in lanes of 16 and inlined into each instruction set's functions, where the compiler
 //! vectorizes them: the same source gives the same bits.
 
+use half::bf16;
+
 /// Adding and subtracting this rounds to the nearest even integer, for |v| < 2^22.
 const ROUND: f32 = 12_582_912.0;
 
@@ -262,6 +264,18 @@ pub(super) fn scale(x: &mut [f32], scale: f32) {
     x.iter_mut().for_each(|x| *x *= scale);
 }
 
+/// [`super::Kernel::widen`]
+#[inline(always)]
+pub(super) fn widen(codes: &[i8], scales: &[f32], out: &mut [bf16]) {
+    assert_eq!(codes.len(), out.len());
+    for (codes, out) in codes.chunks(scales.len()).zip(out.chunks_mut(scales.len())) {
+        for ((code, scale), out) in codes.iter().zip(scales).zip(out) {
+            let bits = (f32::from(*code) * scale).to_bits();
+            *out = bf16::from_bits((bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16);
+        }
+    }
+}
+
 /// [`super::Kernel::add_scaled`]
 #[inline(always)]
 pub(super) fn add_scaled(x: &[f32], scale: f32, out: &mut [f32]) {
@@ -337,6 +351,7 @@ macro_rules! elementwise {
             fn ssm_step(&self, state: &mut [f32], token: &$crate::kernel::SsmToken<'_>, out: &mut [f32]);
             fn exp_sub(&self, x: &mut [f32], max: f32) -> f32;
             fn scale(&self, x: &mut [f32], scale: f32);
+            fn widen(&self, codes: &[i8], scales: &[f32], out: &mut [half::bf16]);
             fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);
             fn rms_norm(&self, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]);
         }

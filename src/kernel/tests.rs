@@ -287,6 +287,7 @@ fn elementwise_gives_equal_bits() {
     cases(60, (1..200usize, any::<u64>()), |(n, seed)| {
         let mut random = Random(seed);
         let (x, y): (Vec<f32>, _) = (random.normals(n).iter().map(|v| v * 30.0).collect(), random.normals(n));
+        let codes: Vec<i8> = y.iter().map(|y| (y * 40.0) as i8).collect();
         each(|kernel, scalar| {
             let run = |kernel: &dyn Kernel| {
                 let mut exp = x.clone();
@@ -296,7 +297,10 @@ fn elementwise_gives_equal_bits() {
                 kernel.rms_norm(&x, &y, 1e-6, &mut norm);
                 kernel.scale(&mut add, 0.7);
                 kernel.add_scaled(&x, 0.3, &mut add);
-                [bits(&exp), bits(&[sum]), bits(&silu), bits(&norm), bits(&add)]
+                let mut wide = vec![bf16::ZERO; n];
+                kernel.widen(&codes, &x[..n.min(32)], &mut wide);
+                let wide: Vec<f32> = wide.into_iter().map(bf16::to_f32).collect();
+                [bits(&exp), bits(&[sum]), bits(&silu), bits(&norm), bits(&add), bits(&wide)]
             };
             assert_eq!(run(kernel), run(scalar));
         });

@@ -7,7 +7,7 @@ use super::memory::{Counted, snapshots};
 use super::remedy;
 use super::spec::Spec;
 use crate::backend::batch::BLOCK_SIZE;
-use crate::config::{Device, EngineConfig, KvBits, PrefillOn};
+use crate::config::{Device, EngineConfig, PrefillOn};
 use crate::forward::kv_cache;
 use crate::{Error, Result};
 
@@ -89,7 +89,7 @@ impl CpuPlan {
     pub(super) fn new(spec: &Spec<'_>, machine: &Machine) -> Result<Self> {
         Self::attempt(spec, machine)?.map_err(|Short { needed, available }| {
             let fits = |spec: &Spec<'_>| matches!(Self::attempt(spec, machine), Ok(Ok(_)));
-            let remedy = match remedy::flags(spec, false, &fits) {
+            let remedy = match remedy::flags(spec, &fits) {
                 Some(flags) => format!("use {flags}"),
                 None => "no flag makes it fit, so use a machine with more memory, or a smaller model".into(),
             };
@@ -149,7 +149,6 @@ fn check_no_gpu(config: &EngineConfig) -> Result<()> {
         Err(Error::Invalid(format!("{flag} is for a GPU, and this runs on the CPU: {instead}")))
     };
     match config {
-        EngineConfig { kv: KvBits::Fp8, .. } => refuse("--kv fp8", "use --kv bf16"),
         EngineConfig { kv_host: Some(1..), .. } => refuse("--kv-host", "leave it out, the KV cache is in RAM already"),
         EngineConfig { vram: Some(_), .. } => refuse("--vram", "leave it out"),
         EngineConfig { resident_experts: Some(1..), .. } => refuse("--resident-experts", "leave it out"),

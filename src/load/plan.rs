@@ -356,9 +356,9 @@ mod gpu {
             }
             if config.kv == KvBits::Bf16
                 && plan.max_context < config.max_context.unwrap_or(model.max_context)
-                && let Some((fp8, _)) = other(&EngineConfig { kv: KvBits::Fp8, ..config.clone() }, &device.info)
+                && let Some((int8, _)) = other(&EngineConfig { kv: KvBits::Int8, ..config.clone() }, &device.info)
             {
-                advice.push(format!("with --kv fp8: a context of {}", fp8.max_context));
+                advice.push(format!("with --kv int8: a context of {}", int8.max_context));
             }
             if config.prefill == PrefillOn::Cpu {
                 advice.push("without --prefill cpu prompts would use the GPU where that is faster".into());

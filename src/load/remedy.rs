@@ -50,12 +50,12 @@ fn below(n: usize, least: usize) -> impl Iterator<Item = usize> {
 }
 
 /// What a user could change, kind by kind, each from the least loss to the most.
-fn kinds(spec: &Spec<'_>, on_gpu: bool) -> Vec<Vec<Change>> {
+fn kinds(spec: &Spec<'_>) -> Vec<Vec<Change>> {
     let config = spec.config;
     let contexts = config.max_context.into_iter().flat_map(|tokens| below(tokens, LEAST_CONTEXT));
     let experts = (config.experts != ExpertBits::Int4 && spec.model.moe().is_some()).then_some(ExpertBits::Int4);
     let kv = match config.kv {
-        KvBits::Bf16 if on_gpu => Some(KvBits::Fp8),
+        KvBits::Bf16 => Some(KvBits::Int8),
         KvBits::Bf16x2 => Some(KvBits::Bf16),
         _ => None,
     };
@@ -77,13 +77,13 @@ fn kinds(spec: &Spec<'_>, on_gpu: bool) -> Vec<Vec<Change>> {
 
 /// The flags with which the model `fits`: of each kind the mildest that suffices alone, else as few and as mild
 /// together as will do. `None`: nothing helps.
-pub(super) fn flags(spec: &Spec<'_>, on_gpu: bool, fits: &dyn Fn(&Spec<'_>) -> bool) -> Option<String> {
+pub(super) fn flags(spec: &Spec<'_>, fits: &dyn Fn(&Spec<'_>) -> bool) -> Option<String> {
     let helps = |changes: &[Change]| {
         let mut config = spec.config.clone();
         changes.iter().for_each(|change| change.apply(&mut config));
         spec.again(&config).is_ok_and(|spec| fits(&spec))
     };
-    let kinds = kinds(spec, on_gpu);
+    let kinds = kinds(spec);
     let alone: Vec<_> = kinds.iter().filter_map(|kind| kind.iter().find(|change| helps(&[**change]))).collect();
     if !alone.is_empty() {
         return Some(either(&alone));

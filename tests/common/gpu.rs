@@ -103,10 +103,6 @@ pub trait Filled: Backend {
     /// f32 activations.
     fn filled_f32(&self, cols: usize, numbers: &[f32]) -> Self::Tensor;
 
-    /// What to store for a cache of `bits`, and in what: FP8 is rounded here where there is none, and bf16 holds what
-    /// that leaves.
-    fn cached(&self, numbers: &[f32], bits: KvBits) -> (Vec<f32>, KvBits);
-
     fn numbers(&self, t: &Self::Tensor) -> Vec<f32> {
         let mut out = Vec::new();
         self.read(t, &mut out).unwrap();
@@ -129,13 +125,6 @@ impl Filled for Cpu {
         t.data_mut().copy_from_slice(numbers);
         t
     }
-
-    fn cached(&self, numbers: &[f32], bits: KvBits) -> (Vec<f32>, KvBits) {
-        match bits {
-            KvBits::Fp8 => (numbers.iter().map(|&n| e4m3(n)).collect(), KvBits::Bf16),
-            _ => (numbers.to_vec(), bits),
-        }
-    }
 }
 
 impl Filled for CudaBackend {
@@ -151,23 +140,12 @@ impl Filled for CudaBackend {
         self.cuda().upload(&self.cuda().compute, t.f32(), numbers);
         t
     }
-
-    fn cached(&self, numbers: &[f32], bits: KvBits) -> (Vec<f32>, KvBits) {
-        (numbers.to_vec(), bits)
-    }
 }
 
 /// `n` numbers from -1 to 1 that bf16 holds.
 pub fn random(n: usize, seed: u64) -> Vec<f32> {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9));
     (0..n).map(|_| bf16::from_f32(random.uniform() as f32 * 2.0 - 1.0).to_f32()).collect()
-}
-
-/// Rounded to FP8 E4M3: 4 bits of mantissa, least exponent -6, at most 448.
-fn e4m3(x: f32) -> f32 {
-    let size = x.abs().min(448.0);
-    let step = 2f32.powi((size.max(2f32.powi(-6)).log2().floor() as i32).max(-6) - 3);
-    ((size / step).round_ties_even() * step).copysign(x)
 }
 
 pub fn host(cols: usize, numbers: &[f32]) -> HostTensor<'static> {

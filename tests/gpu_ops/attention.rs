@@ -1,6 +1,7 @@
 //! Grouped-query attention over the paged cache, and what queries, keys and values go through before it.
 
-use moebius::backend::{Attend, Backend, Dense, Heads, Load, Memory, Rotary, Softmax};
+use half::bf16;
+use moebius::backend::{Attend, Backend, Dense, Heads, KV_GROUP, Load, Memory, Rotary, Softmax};
 use moebius::config::KvBits;
 use moebius::model::{Values, Window};
 
@@ -64,7 +65,6 @@ fn check_attention(
     let q = random(last.len() * cols, 31);
     let [k, v] = [(32, key_cols), (33, value_cols)].map(|(seed, cols)| random(all.len() * cols, seed));
     let (got, want) = both!(sides, |b| {
-        let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
         let mut kv = b.kv(pool, (kv_heads, dim, Values::Own(width)), bits).unwrap();
         b.kv_write(&mut kv, &b.on_device(&all), &b.filled(key_cols, &k), Some(&b.filled(value_cols, &v)));
         let mut out = b.filled(heads * width, &vec![9.0; last.len() * heads * width]);
@@ -84,11 +84,11 @@ fn attention_over_bf16() {
 }
 
 #[test]
-fn attention_over_fp8() {
+fn attention_over_int8() {
     need_gpu!();
     let sides = Sides::new();
     for &heads in HEADS {
-        BATCHES.iter().for_each(|batch| check_attention(&sides, heads, batch, KvBits::Fp8));
+        BATCHES.iter().for_each(|batch| check_attention(&sides, heads, batch, KvBits::Int8));
     }
 }
 
@@ -99,7 +99,6 @@ fn check_moved<B: Filled>(b: &B, bits: KvBits) {
     let [q, k, v] =
         [(last.len() * heads * dim, 37), (all.len() * kv_heads * dim, 38), (all.len() * kv_heads * width, 39)]
             .map(|(count, seed)| random(count, seed));
-    let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
     let dims = (kv_heads, dim, Values::Own(width));
     let mut kv = b.kv(pool, dims, bits).unwrap();
     b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_heads * dim, &k), Some(&b.filled(kv_heads * width, &v)));
@@ -125,7 +124,7 @@ fn check_moved<B: Filled>(b: &B, bits: KvBits) {
 fn blocks_go_to_the_host_and_back() {
     need_gpu!();
     let sides = Sides::new();
-    for bits in [KvBits::Bf16, KvBits::Fp8] {
+    for bits in [KvBits::Bf16, KvBits::Int8] {
         check_moved(&sides.gpu, bits);
         check_moved(&sides.cpu, bits);
     }
@@ -137,7 +136,7 @@ fn attention_of_long_prompts() {
     need_gpu!(real);
     let sides = Sides::new();
     for &heads in HEADS {
-        for bits in [KvBits::Bf16, KvBits::Fp8] {
+        for bits in [KvBits::Bf16, KvBits::Int8] {
             check_attention(&sides, heads, &[(1500, 700), (513, 513), (1024, 128), (640, 5), (1, 1), (333, 333)], bits);
         }
     }
@@ -149,7 +148,7 @@ fn attention_of_many_sequences() {
     need_gpu!();
     let sides = Sides::new();
     let many: Vec<_> = (0..270).map(|i| (1 + i % 67, 1)).collect();
-    for bits in [KvBits::Bf16, KvBits::Fp8] {
+    for bits in [KvBits::Bf16, KvBits::Int8] {
         check_attention(&sides, (2, 1, 64, 64), &many, bits);
     }
 }
@@ -180,9 +179,8 @@ fn attention_in_windows_and_with_sinks() {
             (Some(Window::Chunk(150)), false),
             (None, true),
         ] {
-            for bits in [KvBits::Bf16, KvBits::Fp8] {
+            for bits in [KvBits::Bf16, KvBits::Int8] {
                 let (got, want) = both!(sides, |b| {
-                    let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
                     let mut kv = b.kv(pool, (kv_heads, dim, Values::Own(width)), bits).unwrap();
                     b.kv_write(&mut kv, &b.on_device(&all), &b.filled(key_cols, &k), Some(&b.filled(value_cols, &v)));
                     let sinks = with_sinks.then(|| b.load_norm(scores.clone().into()).unwrap());
@@ -202,29 +200,65 @@ fn attention_in_windows_and_with_sinks() {
     }
 }
 
-/// A value alone is its own attention: what the cache holds of every number that FP8 tells apart, and of some that it
-/// does not.
+/// What a cache of INT8 holds of rows of `dim` numbers.
+fn rounded(rows: &[f32], dim: usize) -> Vec<f32> {
+    let group = |x: &[f32]| -> Vec<f32> {
+        let scale = bf16::from_f32(x.iter().fold(0.0f32, |largest, x| largest.max(x.abs())) / 127.0).to_f32();
+        let inverse = if scale < 1e-30 { 0.0 } else { 1.0 / scale };
+        x.iter()
+            .map(|x| bf16::from_f32((x * inverse).round_ties_even().clamp(-127.0, 127.0) * scale).to_f32())
+            .collect()
+    };
+    rows.chunks(dim).flat_map(|row| row.chunks(KV_GROUP).flat_map(group)).collect()
+}
+
+/// A value alone is its own attention: numbers of every size, and groups of zeros, of one number and of an odd width.
 #[test]
-fn fp8_rounds_to_even_and_saturates() {
+fn int8_holds_codes_times_scales() {
     need_gpu!();
     let sides = Sides::new();
+    let dim = 88;
     let mut numbers: Vec<f32> = (0..=u16::MAX)
-        .map(|bits| half::bf16::from_bits(bits).to_f32())
-        .filter(|n| (1e-5..1e4).contains(&n.abs()))
+        .map(|bits| bf16::from_bits(bits.wrapping_mul(31)).to_f32())
+        .filter(|n| *n == 0.0 || (1e-25..1e37).contains(&n.abs()))
         .collect();
-    numbers.resize(numbers.len().next_multiple_of(64), 0.0);
-    let rows = numbers.len() / 64;
+    numbers.extend(random(50 * dim, 40));
+    numbers.extend(vec![0.0; 3 * dim]);
+    numbers.extend((0..dim).flat_map(|i| (0..dim).map(move |j| if i == j { 3.0 } else { 0.0 })));
+    numbers.resize(numbers.len().next_multiple_of(dim), 0.0);
+    let rows = numbers.len() / dim;
     let (batch, _, pool) = ragged(&vec![(1, 1); rows]);
     let (got, want) = both!(sides, |b| {
-        let (v, bits) = b.cached(&numbers, KvBits::Fp8);
-        let mut kv = b.kv(pool, (1, 64, Values::Own(64)), bits).unwrap();
-        let (batch, none) = (b.on_device(&batch), b.filled(64, &vec![0.0; rows * 64]));
-        b.kv_write(&mut kv, &batch, &none, Some(&b.filled(64, &v)));
-        let mut out = b.tensor(rows, 64).unwrap();
+        let mut kv = b.kv(pool, (1, dim, Values::Own(dim)), KvBits::Int8).unwrap();
+        let (batch, none) = (b.on_device(&batch), b.filled(dim, &vec![0.0; rows * dim]));
+        b.kv_write(&mut kv, &batch, &none, Some(&b.filled(dim, &numbers)));
+        let mut out = b.tensor(rows, dim).unwrap();
         b.attend(&kv, &batch, &all_of(1.0), &none, &mut out);
         b.numbers(&out)
     });
     assert_eq!(got, want);
+    assert_eq!(want, rounded(&numbers, dim));
+}
+
+/// On the CPU the bits of attention are those of bf16 that holds the same numbers.
+#[test]
+fn int8_reads_as_bf16() {
+    need_gpu!();
+    let b = &Sides::new().cpu;
+    for (batch, (heads, kv_heads, dim, width)) in BATCHES.iter().zip(HEADS.iter().cycle().skip(4)) {
+        let (last, all, pool) = ragged(batch);
+        let [q, k, v] =
+            [(last.len() * heads * dim, 37), (all.len() * kv_heads * dim, 38), (all.len() * kv_heads * width, 39)]
+                .map(|(count, seed)| random(count, seed));
+        let attended = |k: &[f32], v: &[f32], bits| {
+            let mut kv = b.kv(pool, (*kv_heads, *dim, Values::Own(*width)), bits).unwrap();
+            b.kv_write(&mut kv, &all, &b.filled(kv_heads * dim, k), Some(&b.filled(kv_heads * width, v)));
+            let mut out = b.tensor(last.len(), heads * width).unwrap();
+            b.attend(&kv, &last, &all_of(scale(*dim)), &b.filled(heads * dim, &q), &mut out);
+            b.numbers(&out)
+        };
+        assert_eq!(attended(&k, &v, KvBits::Int8), attended(&rounded(&k, *dim), &rounded(&v, *width), KvBits::Bf16));
+    }
 }
 
 /// How heads are prepared: rotated columns and whether pairs are neighbours, with a norm or without.
@@ -254,8 +288,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
     // Queries of all positions, prepared, and attention of the last ones.
     macro_rules! run {
         ($b:ident, $prepare:expr) => {{
-            let (mut kv, batch) =
-                ($b.kv(pool, (kv_heads, dim, Values::Own(dim)), $b.cached(&[], bits).1).unwrap(), $b.on_device(&all));
+            let (mut kv, batch) = ($b.kv(pool, (kv_heads, dim, Values::Own(dim)), bits).unwrap(), $b.on_device(&all));
             let mut angles = $b.tensor_f32(all.len(), form.turned).unwrap();
             $b.rope_angles(&$b.load_norm(inv_freq.clone().into()).unwrap(), 1.2, &batch, &mut angles);
             let [mut q, mut k, v] = [(&q, cols), (&k, kv_cols), (&v, kv_cols)].map(|(x, cols)| $b.filled(cols, x));
@@ -294,8 +327,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
             }
             b.rope(x, dim, form.at, &form.rotary(angles));
         }
-        let [k, v] = [&*k, v].map(|x| b.filled(kv_cols, &b.cached(&b.numbers(x), bits).0));
-        b.kv_write(kv, batch, &k, Some(&v));
+        b.kv_write(kv, batch, k, Some(v));
     });
     let what = format!("{heads} heads on {kv_heads} of {dim}, {bits}, {form:?}");
     check(&format!("{what}: queries"), &fused.0, &reference.0, Within::BF16);
@@ -307,8 +339,8 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
         Within { each: ROUNDING, of_rms: 4.0 * ROUNDING, rms: 0.75 * ROUNDING },
     );
     // Rounded queries move scores, which spread by up to 2, by 0.42 of a rounding of that; probabilities and result are
-    // rounded as above.
-    check(&what, &fused.1, &reference.1, Within { each: ROUNDING, of_rms: 6.0 * ROUNDING, rms: 1.5 * ROUNDING });
+    // rounded as above. A code of INT8 may be the next one, which moves a number of a key by as much as two roundings.
+    check(&what, &fused.1, &reference.1, Within { each: ROUNDING, of_rms: 8.0 * ROUNDING, rms: 1.5 * ROUNDING });
     if bits == KvBits::Bf16 {
         check(
             &format!("{what}: in turn"),
@@ -334,7 +366,7 @@ fn last_rows(
 fn heads_at_once_equal_heads_in_turn() {
     need_gpu!();
     let sides = Sides::new();
-    for bits in [KvBits::Bf16, KvBits::Fp8] {
+    for bits in [KvBits::Bf16, KvBits::Int8] {
         for norm in [false, true] {
             for interleaved in [false, true] {
                 check_heads((4, 2, 64), Form { turned: 64, at: 0, interleaved, norm }, bits, &sides);

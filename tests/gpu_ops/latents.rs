@@ -58,7 +58,6 @@ pub(crate) fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, us
     let unit = (3.0 / rank as f32).sqrt();
     let kv_b: Vec<f32> = random(heads * (config.qk_nope_head_dim + v) * rank, 43).iter().map(|w| unit * w).collect();
     let (got, want) = both!(sides, |b| {
-        let (latents, bits) = b.cached(&latents, bits);
         let mut kv = b.kv(pool, (1, cache, Values::OfKeys(rank)), bits).unwrap();
         b.kv_write(&mut kv, &b.on_device(&all), &b.filled(cache, &latents), None);
         let mut scratch = b.latent_scratch(config, last.len()).unwrap();
@@ -71,12 +70,12 @@ pub(crate) fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, us
 }
 
 #[test]
-fn latent_attention_over_bf16_and_fp8() {
+fn latent_attention_over_bf16_and_int8() {
     need_gpu!();
     let sides = Sides::new();
     for config in configs() {
         for batch in BATCHES {
-            for bits in [KvBits::Bf16, KvBits::Fp8] {
+            for bits in [KvBits::Bf16, KvBits::Int8] {
                 check_latents(&sides, &config, batch, bits);
             }
         }
@@ -91,7 +90,7 @@ fn latent_attention_over_several_segments() {
     // 64 KiB of keys and values to a position: segments of 4,096. With DeepSeek's dimensions, and with others, which
     // have kernels of their own.
     for rope in [64, 16] {
-        for bits in [KvBits::Bf16, KvBits::Fp8] {
+        for bits in [KvBits::Bf16, KvBits::Int8] {
             check_latents(
                 &sides,
                 &config(128, 64, (128, rope, 128)),

@@ -47,7 +47,6 @@ fn check_choice(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], 
     let (queries, weights) =
         (whole(last.len() * indexer.num_heads * dim, 45, 2.0), whole(last.len() * indexer.num_heads, 46, 3.0));
     let (got, want) = both!(sides, |b| {
-        let (latents, bits) = b.cached(&latents, bits);
         let mut kv = b.kv(pool, (1, cache, Values::OfKeys(rank)), bits).unwrap();
         let batch = b.on_device(&all);
         b.kv_write(&mut kv, &batch, &b.filled(cache, &latents), None);
@@ -84,7 +83,7 @@ fn the_best_positions_are_attended_to_of_equals_the_lower() {
     need_gpu!();
     let sides = Sides::new();
     for (num_heads, head_dim, top_k, bits) in
-        [(8, 32, 24, KvBits::Bf16), (16, 24, 100, KvBits::Fp8), (40, 128, 64, KvBits::Bf16)]
+        [(8, 32, 24, KvBits::Bf16), (16, 24, 100, KvBits::Int8), (40, 128, 64, KvBits::Bf16)]
     {
         let indexer =
             Indexer { num_heads, head_dim, interleaved: false, unit: 1, top_k, score: Score::Weighted { latent: 64 } };
@@ -153,7 +152,6 @@ impl Chosen<'_> {
         let (q, k, v) =
             (random(last.len() * cols, 51), random(all.len() * kv_cols, 52), random(all.len() * kv_cols, 53));
         let (keys, queries) = (self.keys(&all), whole(last.len() * indexer.num_heads * dim, 55, 2.0));
-        let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
         let mut kv = b.kv(pool, (kv_heads, head, Values::Own(head)), bits).unwrap();
         b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
         let frequencies = b.load_norm(vec![turn; 4].into()).unwrap();
@@ -206,7 +204,7 @@ fn each_kv_head_attends_to_blocks_of_its_own() {
     need_gpu!();
     let sides = Sides::new();
     for (num_heads, unit, top_k, bits) in
-        [(2, 64, 3, KvBits::Bf16), (3, 128, 2, KvBits::Fp8), (1, 128, 4, KvBits::Bf16), (2, 24, 5, KvBits::Fp8)]
+        [(2, 64, 3, KvBits::Bf16), (3, 128, 2, KvBits::Int8), (1, 128, 4, KvBits::Bf16), (2, 24, 5, KvBits::Int8)]
     {
         let indexer = Indexer { num_heads, head_dim: 32, interleaved: false, unit, top_k, score: Score::Largest };
         for sequences in LONG {
@@ -222,7 +220,7 @@ fn units_are_chosen_by_the_mean_of_their_keys() {
     let sides = Sides::new();
     for (num_heads, head_dim, kv_heads, unit, top_k, bits) in [
         (8, 24, 2, 4, 6, KvBits::Bf16),
-        (4, 128, 3, 16, 3, KvBits::Fp8),
+        (4, 128, 3, 16, 3, KvBits::Int8),
         (3, 32, 1, 64, 2, KvBits::Bf16),
         (2, 16, 2, 1, 40, KvBits::Bf16),
     ] {

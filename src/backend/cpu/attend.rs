@@ -4,10 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use moebius_cache::Precision;
-use moebius_cache::pack::MatrixLayout;
-
-use super::kv::{Kv, put_column, put_row, range};
+use super::kv::Kv;
 use super::load::LatentUp;
 use super::select::{Chosen, listed};
 use super::softmax::{self, SoftmaxOp, Sums, TILE, TileCut, Tokens, whole_block};
@@ -97,10 +94,12 @@ impl Cpu {
             return;
         }
         let (window, sinks) = (softmax.window, softmax.sinks.map(Vec::as_slice));
-        let num_heads = q.cols() / kv.keys.k;
-        let (threads, group, dim) = (self.team.working(), num_heads / kv.heads, kv.values.n);
+        let num_heads = q.cols() / kv.keys.layout.k;
+        let (threads, group, dim) = (self.team.working(), num_heads / kv.heads, kv.values.layout.n);
         assert!(
-            q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads) && out.cols() == num_heads * dim
+            q.cols() == num_heads * kv.keys.layout.k
+                && num_heads.is_multiple_of(kv.heads)
+                && out.cols() == num_heads * dim
         );
         let mut cut = TileCut::new(tokens, kv.heads, group, group.min(TILE));
         let (tiles, longest) = (cut.tiles(batch), tokens.segments(batch));
@@ -166,8 +165,7 @@ impl Cpu {
     /// Brings the keys and values of tokens' lists side by side, but for those that lie so.
     fn gather(&self, kv: &Kv, batch: &Batch, chosen: &Chosen, tokens: Range<usize>, to: &mut Kv) {
         let (run, heads) = (chosen.most().div_ceil(BLOCK_SIZE), kv.heads);
-        let (key_len, value_len) = (kv.parts * kv.keys.bytes() / 2, kv.parts * kv.values.bytes() / 2);
-        let (key, value) = (Shared::new(&mut to.key), Shared::new(&mut to.value));
+        let (key, value) = (to.keys.shared(kv.parts), to.values.shared(kv.parts));
         self.team.run(&|worker| {
             let units = worker.share(tokens.len() * heads * run);
             let mut all = batch.spans.iter().flat_map(|span| listed(span, chosen.most()));
@@ -188,12 +186,7 @@ impl Cpu {
                 let part = &list[i * BLOCK_SIZE..list.len().min((i + 1) * BLOCK_SIZE)];
                 // SAFETY: a unit is in one worker's share.
                 #[allow(unsafe_code)]
-                let (key, value) = unsafe {
-                    (
-                        key.slice_mut(unit * key_len..(unit + 1) * key_len),
-                        value.slice_mut(unit * value_len..(unit + 1) * value_len),
-                    )
-                };
+                let (key, value) = unsafe { (key.matrix(unit), value.matrix(unit)) };
                 kv.gather(at % heads, part.iter().map(|&p| batch.slot(token.span, p as usize)), key, value);
             }
         });
@@ -207,39 +200,35 @@ impl Attend for Cpu {
     type Gathered = Gathered;
 
     fn kv(&self, blocks: usize, (heads, key_dim, values): KvDims, bits: KvBits) -> Result<Kv> {
-        let keys = MatrixLayout::new(BLOCK_SIZE, key_dim, Precision::Bf16)?;
         let is_latent = matches!(values, Values::OfKeys(_));
-        let values = MatrixLayout::new(values.dim(), BLOCK_SIZE, Precision::Bf16)?;
-        let zeros = |layout: &MatrixLayout| {
-            self.heap.buffer(&[blocks, heads, bits.parts(), layout.tiles(), layout.tile_bytes() / 2])
-        };
-        let (key, value) = (zeros(&keys)?, zeros(&values)?);
-        let kv = Kv { heads, parts: bits.parts(), keys, values, key, value, is_latent };
+        let kv = Kv::new(&self.heap, blocks, heads, [key_dim, values.dim()], is_latent, bits)?;
         self.reserve(|scratch, heap| softmax::reserve(scratch, heap, self.kernel, &kv))?;
         Ok(kv)
     }
 
     fn kv_block_bytes(&self, kv: &Kv) -> usize {
-        kv.heads * kv.parts * (kv.keys.bytes() + kv.values.bytes())
+        kv.heads * kv.head_bytes()
     }
 
-    fn kv_to_host(&self, kv: &Kv, block: usize, out: &mut [u8]) {
-        let (keys, values) = out.split_at_mut(kv.heads * kv.parts * kv.keys.bytes());
-        for (from, to) in [(&kv.key, keys), (&kv.value, values)] {
-            to.copy_from_slice(&bytemuck::cast_slice(from)[block * to.len()..][..to.len()]);
+    fn kv_to_host(&self, kv: &Kv, block: usize, mut out: &mut [u8]) {
+        for (from, len) in kv.runs() {
+            let (to, rest) = out.split_at_mut(len);
+            to.copy_from_slice(&from[block * len..][..len]);
+            out = rest;
         }
     }
 
-    fn kv_to_device(&self, kv: &mut Kv, block: usize, from: &[u8]) {
-        let (keys, values) = from.split_at(kv.heads * kv.parts * kv.keys.bytes());
-        for (from, to) in [(keys, &mut kv.key), (values, &mut kv.value)] {
-            bytemuck::cast_slice_mut(to)[block * from.len()..][..from.len()].copy_from_slice(from);
+    fn kv_to_device(&self, kv: &mut Kv, block: usize, mut from: &[u8]) {
+        for (to, len) in kv.runs_mut() {
+            let (of_run, rest) = from.split_at(len);
+            to[block * len..][..len].copy_from_slice(of_run);
+            from = rest;
         }
     }
 
     fn gathered(&self, kv: &Kv, indexer: &Indexer, max_tokens: usize) -> Result<Gathered> {
         let blocks = kv.heads.saturating_mul(indexer.most().div_ceil(BLOCK_SIZE)); // of a token
-        let bytes = blocks.saturating_mul(kv.parts * (kv.keys.bytes() + kv.values.bytes()));
+        let bytes = blocks.saturating_mul(kv.head_bytes());
         let tokens = (GATHERED_BYTES / bytes).clamp(1, max_tokens.max(1));
         Ok(Gathered { kv: RefCell::new(kv.like(&self.heap, tokens.saturating_mul(blocks))?), tokens })
     }
@@ -273,11 +262,11 @@ impl Attend for Cpu {
     }
 
     fn kv_write(&self, kv: &mut Kv, batch: &Batch, key: &Tensor, value: Option<&Tensor>) {
-        let (heads, parts, keys, values) = (kv.heads, kv.parts, kv.keys, kv.values);
-        let (key_data, value_data) = (Shared::new(&mut kv.key), Shared::new(&mut kv.value));
-        let (value_rows, value_stride) = (value.unwrap_or(key), if value.is_some() { values.n } else { keys.k });
+        let (heads, dims) = (kv.heads, [kv.keys.layout.k, kv.values.layout.n]);
+        let (to, scratch) = (kv.writer(), &self.scratch);
         // One worker stores all positions of a block: neighbours share words.
         let store = |worker: usize, workers: usize| {
+            let mut scratch = lock(&scratch[worker]);
             for (i, span) in batch.spans.iter().enumerate() {
                 for (t, position) in span.rows.clone().zip(span.start..) {
                     if (i + position / BLOCK_SIZE) % workers != worker {
@@ -285,21 +274,12 @@ impl Attend for Cpu {
                     }
                     let block = batch.slot(span, position) / BLOCK_SIZE;
                     for head in 0..heads {
-                        for part in 0..parts {
-                            let at = (block * heads + head) * parts + part;
-                            // SAFETY: a block belongs to one sequence, and in it to one worker.
-                            #[allow(unsafe_code)]
-                            let (key_block, value_block) = unsafe {
-                                (key_data.slice_mut(range(&keys, at)), value_data.slice_mut(range(&values, at)))
-                            };
-                            let key = &key.row(t)[head * keys.k..][..keys.k];
-                            put_row(key_block, position % BLOCK_SIZE, key, part, keys.tile_bytes() / 2);
-                            put_column(
-                                value_block,
-                                position % BLOCK_SIZE,
-                                &value_rows.row(t)[head * value_stride..][..values.n],
-                                part,
-                            );
+                        let value = value.map(|value| &value.row(t)[head * dims[1]..][..dims[1]]);
+                        let row = (&key.row(t)[head * dims[0]..][..dims[0]], value);
+                        // SAFETY: a block belongs to one sequence, and in it to one worker.
+                        #[allow(unsafe_code)]
+                        unsafe {
+                            to.put(block * heads + head, position % BLOCK_SIZE, row, &mut scratch.row);
                         }
                     }
                 }

@@ -19,7 +19,6 @@ use super::recur::State;
 use super::select::Index;
 use super::softmax::exp;
 use super::{Cpu, lock};
-use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch, Span};
 use crate::backend::tensor::Tensor;
 use crate::backend::{Compress, CompressRule, Seen};
@@ -28,6 +27,7 @@ use crate::kernel::{Kernel, Rows};
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
 use crate::model::{Compressed, Compressor};
+use crate::{Error, Result};
 
 /// Rows whose scores are there at once.
 const STEP: usize = 64;
@@ -203,6 +203,9 @@ impl Compress for Cpu {
     type EntriesScratch = ();
 
     fn entries(&self, blocks: usize, of: Compressor, bits: KvBits) -> Result<Entries> {
+        if bits == KvBits::Int8 {
+            return Err(Error::Invalid("entries of several positions are BF16: use --kv bf16 or bf16x2".into()));
+        }
         let parts = bits.parts();
         Ok(Entries { data: self.heap.buffer(&[blocks, Entries::of_block(of), parts, of.dim])?, of, parts })
     }

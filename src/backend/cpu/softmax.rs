@@ -277,10 +277,11 @@ impl<'s> Sums<'s> {
 
 /// Takes what a worker needs for tiles of queries over `kv`.
 pub(super) fn reserve(scratch: &mut Scratch, heap: &Heap, kernel: &dyn Kernel, kv: &Kv) -> Result<()> {
-    let Scratch { values, activations, row, scores, probabilities } = scratch;
+    let Scratch { values, activations, row, scores, probabilities, tiles } = scratch;
+    kv.reserve(heap, tiles, VALUE_TILES)?;
     values.reserve(heap, &[2, Sums::len(TILE, kv.value_width())])?;
-    activations.reserve(heap, kernel, Precision::Bf16, kv.keys.k, TILE)?;
-    row.reserve(heap, &[kv.keys.k])?;
+    activations.reserve(heap, kernel, Precision::Bf16, kv.keys.layout.k, TILE)?;
+    row.reserve(heap, &[kv.keys.layout.k.max(kv.values.layout.n)])?;
     scores.reserve(heap, &[TILE, STEP])?;
     probabilities.reserve(heap, kernel, Precision::Bf16, STEP, TILE)
 }
@@ -328,7 +329,7 @@ impl SoftmaxOp<'_> {
 
     /// Brings the tile's queries, scaled, into the form that keys are multiplied with.
     pub(super) fn prepare(&self, tile: &QueryTile<'_>, scratch: &mut Scratch) {
-        let dim = self.kv.keys.k;
+        let dim = self.kv.keys.layout.k;
         let Scratch { activations, row, .. } = scratch;
         let row = row.take(dim);
         let queries = activations.start(self.kernel, Precision::Bf16, dim, tile.rows());
@@ -348,7 +349,7 @@ impl SoftmaxOp<'_> {
     /// The sums of one segment for a tile whose queries are prepared.
     pub(super) fn segment(&self, tile: &QueryTile<'_>, segment: usize, scratch: &mut Scratch, sums: &mut Sums<'_>) {
         let (kernel, kv, rows) = (self.kernel, self.kv, tile.rows());
-        let Scratch { activations, probabilities, scores, .. } = scratch;
+        let Scratch { activations, probabilities, scores, tiles: room, .. } = scratch;
         let scores = scores.take(rows * STEP);
         sums.clear();
         let visible = tile.position() + tile.tokens; // by the tile's last token
@@ -361,8 +362,8 @@ impl SoftmaxOp<'_> {
                 for part in 0..kv.parts {
                     let sums = if part == 0 { Start::Zero } else { Start::Out };
                     kernel.matmul(
-                        &kv.keys,
-                        &from.keys(block, head, part).into(),
+                        &kv.keys.layout,
+                        &from.keys(kernel, (block, head, part), room).into(),
                         &activations.rows(0..rows),
                         sums,
                         scores,
@@ -399,15 +400,14 @@ impl SoftmaxOp<'_> {
                     to.put(kernel, r..r + 1, row);
                 }
             }
-            let some = VALUE_TILES * kv.values.tile_bytes();
             for (v, acc) in sums.acc.chunks_mut(rows * VALUE_TILES * TILE_ROWS).enumerate() {
                 for i in 0..blocks {
                     let p = probabilities.rows(0..rows).inputs(i * BLOCK_SIZE, BLOCK_SIZE);
                     let (from, block, head) = self.block(tile, start / BLOCK_SIZE + i);
                     for part in 0..kv.parts {
-                        let values = from.values(block, head, part);
-                        let tiles = &values[v * some..values.len().min((v + 1) * some)];
-                        kernel.matmul(&kv.values, &tiles.into(), &p, Start::Out, acc);
+                        let tiles = v * VALUE_TILES..kv.values.layout.tiles().min((v + 1) * VALUE_TILES);
+                        let values = from.values(kernel, (block, head, part), tiles, room);
+                        kernel.matmul(&kv.values.layout, &values.into(), &p, Start::Out, acc);
                     }
                 }
             }
@@ -416,7 +416,7 @@ impl SoftmaxOp<'_> {
 
     /// Divides by the sum, and by what the head's sink adds to it, and puts each row in its place.
     pub(super) fn write(&self, tile: &QueryTile<'_>, sums: &Sums<'_>, output: &Shared<'_, f32>) {
-        let dim = self.kv.values.n;
+        let dim = self.kv.values.layout.n;
         for r in 0..tile.rows() {
             let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);
             let at = (t * self.num_heads + h) * dim;

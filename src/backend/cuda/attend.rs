@@ -14,21 +14,21 @@ use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::{Attend, Choice, Heads, Rotary, Softmax};
 use crate::config::KvBits;
-use crate::cuda::kernels::attention_decode::{COMBINE_COLUMNS, HEADS, MOST_VALUE, NO_WINDOW, PAGE};
+use crate::cuda::kernels::attention_decode::{COMBINE_COLUMNS, HEADS, KV_GROUP, MOST_VALUE, NO_WINDOW, PAGE};
 use crate::cuda::kernels::attention_prefill::COLUMNS;
 use crate::cuda::kernels::{self, Kernel, PrepareHeads};
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
 use crate::model::{Indexer, KvDims, Mla, PositionScale, Values, Window};
 use crate::{Error, Result};
 
-/// Keys and values of one layer: `[blocks, heads, 64, dim]` each.
+/// Keys and values of one layer: `[blocks, heads, 64, dim]` each; INT8 with `[groups, 64]` scales behind each head's.
 pub struct Kv {
     pub(super) keys: DeviceBuffer<u8>,
     pub(super) values: Option<DeviceBuffer<u8>>, // none: they are the beginning of the keys
     pub(super) heads: usize,
     pub(super) key_dim: usize,
     pub(super) value_dim: usize,
-    pub(super) fp8: bool,
+    pub(super) int8: bool,
 }
 
 impl Kv {
@@ -38,10 +38,21 @@ impl Kv {
 
     /// Keys and values, with the bytes of a block of each.
     fn parts(&self) -> impl Iterator<Item = (&DeviceBuffer<u8>, usize)> {
-        let bytes = |dim: usize| self.heads * BLOCK_SIZE * dim * if self.fp8 { 1 } else { 2 };
+        let bytes = |dim: usize| self.heads * head_bytes(dim, self.int8);
         let values = self.values.iter().map(move |values| (values, bytes(self.value_dim)));
         std::iter::once((&self.keys, bytes(self.key_dim))).chain(values)
     }
+}
+
+/// Bytes of a position's row of `dim` numbers, and how many scales it has.
+pub(super) fn row_bytes(dim: usize, int8: bool) -> (usize, usize) {
+    if int8 { (dim, dim.div_ceil(KV_GROUP)) } else { (2 * dim, 0) }
+}
+
+/// Bytes of a block of a head of `dim` numbers.
+pub(super) fn head_bytes(dim: usize, int8: bool) -> usize {
+    let (codes, scales) = row_bytes(dim, int8);
+    BLOCK_SIZE * (codes + size_of::<bf16>() * scales)
 }
 
 /// What the parts of a split context leave.
@@ -51,7 +62,7 @@ pub(super) struct Workspace {
 }
 
 // The cache's blocks are the kernels' pages.
-const _: () = assert!(BLOCK_SIZE == PAGE);
+const _: () = assert!(BLOCK_SIZE == PAGE && crate::backend::KV_GROUP == KV_GROUP);
 
 /// Blocks per multiprocessor of single-row attention.
 const BLOCKS: usize = 2;
@@ -67,7 +78,7 @@ impl Workspace {
 type Decode = Kernel<kernels::DecodeArguments>;
 type Prefill = Kernel<kernels::PrefillArguments>;
 
-/// By cache, bf16 and FP8; smallest heads first.
+/// By cache, bf16 and INT8; smallest heads first.
 const DECODE: [[Decode; 6]; 2] = [
     [
         kernels::attend_decode_64_64_bf16,
@@ -78,12 +89,12 @@ const DECODE: [[Decode; 6]; 2] = [
         kernels::attend_decode_512_512_bf16,
     ],
     [
-        kernels::attend_decode_64_64_e4m3,
-        kernels::attend_decode_96_96_e4m3,
-        kernels::attend_decode_128_128_e4m3,
-        kernels::attend_decode_192_128_e4m3,
-        kernels::attend_decode_256_256_e4m3,
-        kernels::attend_decode_512_512_e4m3,
+        kernels::attend_decode_64_64_int8,
+        kernels::attend_decode_96_96_int8,
+        kernels::attend_decode_128_128_int8,
+        kernels::attend_decode_192_128_int8,
+        kernels::attend_decode_256_256_int8,
+        kernels::attend_decode_512_512_int8,
     ],
 ];
 const PREFILL: [[Prefill; 6]; 2] = [
@@ -96,12 +107,12 @@ const PREFILL: [[Prefill; 6]; 2] = [
         kernels::attend_prefill_512_512_bf16,
     ],
     [
-        kernels::attend_prefill_64_64_e4m3,
-        kernels::attend_prefill_96_96_e4m3,
-        kernels::attend_prefill_128_128_e4m3,
-        kernels::attend_prefill_192_128_e4m3,
-        kernels::attend_prefill_256_256_e4m3,
-        kernels::attend_prefill_512_512_e4m3,
+        kernels::attend_prefill_64_64_int8,
+        kernels::attend_prefill_96_96_int8,
+        kernels::attend_prefill_128_128_int8,
+        kernels::attend_prefill_192_128_int8,
+        kernels::attend_prefill_256_256_int8,
+        kernels::attend_prefill_512_512_int8,
     ],
 ];
 
@@ -148,7 +159,7 @@ impl CudaBackend {
         // A window may begin and end within pages.
         let pages = blocks(single.context).min(blocks(window.len as usize) + 1);
         let splits = (BLOCKS * self.cuda.info.multiprocessors / (count * parts)).clamp(1, pages.min(128));
-        let kernel = holding(&DECODE[usize::from(kv.fp8)], kv.key_dim, kv.value_dim).expect(REFUSED);
+        let kernel = holding(&DECODE[usize::from(kv.int8)], kv.key_dim, kv.value_dim).expect(REFUSED);
         let (q, out) = (q.bf16().add(single.first * q.cols), out.bf16().add(single.first * out.cols));
         launch!(self.cuda, &self.cuda.compute, kernel, [splits, parts, count];
             q, single.keys, single.values, out, self.attention.partial.address(), self.attention.states.address(),
@@ -162,7 +173,7 @@ impl CudaBackend {
     fn attend_tiles(&self, kv: &Kv, batch: &CudaBatch, softmax: &Softmax<'_, Self>, q: &Tensor, out: &Tensor) {
         let (heads, window) = (q.cols / kv.key_dim, window_of(softmax));
         let sinks = softmax.sinks.map_or(Address::NULL, DeviceBuffer::address);
-        let kernel = holding(&PREFILL[usize::from(kv.fp8)], kv.key_dim, kv.value_dim).expect(REFUSED);
+        let kernel = holding(&PREFILL[usize::from(kv.int8)], kv.key_dim, kv.value_dim).expect(REFUSED);
         let which = usize::from(kernel.tile[2] == TILE_ROWS[1]);
         launch!(self.cuda, &self.cuda.compute, kernel, [heads, batch.tiles[which], kv.value_dim.div_ceil(COLUMNS)];
             q.bf16(), kv.keys.address(), kv.values(), out.bf16(), batch.tile_table(which), batch.seq_first(),
@@ -206,20 +217,22 @@ impl Attend for CudaBackend {
     type Gathered = Gathered;
 
     fn kv(&self, blocks: usize, (heads, key_dim, values): KvDims, bits: KvBits) -> Result<Kv> {
-        let fp8 = match bits {
+        let int8 = match bits {
             KvBits::Bf16 => false,
-            KvBits::Fp8 => true,
+            KvBits::Int8 => true,
             KvBits::Bf16x2 => {
-                return Err(Error::Invalid("--kv bf16x2 is for the CPU: use --kv bf16 or fp8, or --device cpu".into()));
+                return Err(Error::Invalid(
+                    "--kv bf16x2 is for the CPU: use --kv bf16 or int8, or --device cpu".into(),
+                ));
             }
         };
-        let bytes = |dim: usize| blocks * heads * BLOCK_SIZE * dim * if fp8 { 1 } else { 2 };
+        let bytes = |dim: usize| blocks * heads * head_bytes(dim, int8);
         let own = match values {
             Values::Own(dim) => Some(DeviceBuffer::zeros(&self.cuda, bytes(dim))?),
             Values::OfKeys(_) => None,
         };
         let keys = DeviceBuffer::zeros(&self.cuda, bytes(key_dim))?;
-        Ok(Kv { keys, values: own, heads, key_dim, value_dim: values.dim(), fp8 })
+        Ok(Kv { keys, values: own, heads, key_dim, value_dim: values.dim(), int8 })
     }
 
     fn kv_block_bytes(&self, kv: &Kv) -> usize {
@@ -265,7 +278,7 @@ impl Attend for CudaBackend {
     }
 
     fn kv_write(&self, kv: &mut Kv, batch: &CudaBatch, key: &Tensor, value: Option<&Tensor>) {
-        let kernel = if kv.fp8 { kernels::kv_write_e4m3 } else { kernels::kv_write_bf16 };
+        let kernel = if kv.int8 { kernels::kv_write_int8 } else { kernels::kv_write_bf16 };
         assert_eq!(value.is_some(), kv.values.is_some());
         let value = value.map_or(Address::NULL, Tensor::bf16);
         launch!(self.cuda, &self.cuda.compute, kernel, [batch.rows(), 1, 1];
@@ -284,7 +297,7 @@ impl Attend for CudaBackend {
         v: Option<&Tensor>,
     ) {
         assert_eq!(v.is_some(), kv.values.is_some());
-        let kernel = if kv.fp8 { kernels::prepare_heads_e4m3 } else { kernels::prepare_heads_bf16 };
+        let kernel = if kv.int8 { kernels::prepare_heads_int8 } else { kernels::prepare_heads_bf16 };
         let runs = q.heads + k.heads + if v.is_some() { k.heads } else { 0 };
         let argument = PrepareHeads {
             q: q.into(),

@@ -21,10 +21,10 @@ use crate::model::Mla;
 /// Bytes that the keys and values of a segment of context may take, expanded from latents.
 const EXPANDED_BYTES: usize = 256 << 20;
 
-/// By cache, bf16 and FP8; few heads first.
+/// By cache, bf16 and INT8; few heads first.
 const DECODE: [[Kernel<kernels::DecodeMlaArguments>; 2]; 2] = [
     [kernels::attend_latent_decode_16_bf16, kernels::attend_latent_decode_32_bf16],
-    [kernels::attend_latent_decode_16_e4m3, kernels::attend_latent_decode_32_e4m3],
+    [kernels::attend_latent_decode_16_int8, kernels::attend_latent_decode_32_int8],
 ];
 
 /// Smallest heads first.
@@ -133,7 +133,7 @@ pub(super) struct KeyValues {
     pub(super) key_dim: usize,
     pub(super) value_dim: usize,
     pub(super) scale: f32,
-    pub(super) fp8: bool,
+    pub(super) int8: bool,
 }
 
 impl CudaBackend {
@@ -141,14 +141,14 @@ impl CudaBackend {
     /// value_dim]`; `sinks` `[heads]` or null.
     pub(super) fn attend_key_values(
         &self,
-        &KeyValues { heads, key_dim, value_dim, scale, fp8 }: &KeyValues,
+        &KeyValues { heads, key_dim, value_dim, scale, int8 }: &KeyValues,
         single: &Single,
         sinks: Address<f32>,
         q: Address<bf16>,
         out: Address<bf16>,
     ) {
         let rows = single.count;
-        let [few, many] = DECODE[usize::from(fp8)];
+        let [few, many] = DECODE[usize::from(int8)];
         let (kernel, blocks_at_once) = match heads > few.tile[0] {
             false => (few, 2 * self.cuda.info.multiprocessors),
             true => (many, self.cuda.info.multiprocessors),
@@ -196,7 +196,7 @@ impl CudaBackend {
             q, scratch.query.address(), heads as i32, rope as i32, (nope + rope) as i32, nope as i32,
             key_dim as i32, rank as i32);
 
-        let shape = KeyValues { heads, key_dim, value_dim: rank, scale: config.scale, fp8: kv.fp8 };
+        let shape = KeyValues { heads, key_dim, value_dim: rank, scale: config.scale, int8: kv.int8 };
         self.attend_key_values(&shape, single, Address::NULL, scratch.query.address(), scratch.mixed.address());
 
         self.product(&Product {
@@ -227,7 +227,7 @@ impl CudaBackend {
             config.kv_lora_rank,
         );
         let (stream, positions) = (&self.cuda.compute, segment.len());
-        let gather = if kv.fp8 { kernels::attend_latent_gather_e4m3 } else { kernels::attend_latent_gather_bf16 };
+        let gather = if kv.int8 { kernels::attend_latent_gather_int8 } else { kernels::attend_latent_gather_bf16 };
         launch!(self.cuda, stream, gather, [(positions * (rank + rope)).div_ceil(GATHERED), 1, 1];
             kv.keys.address(), scratch.latents.address(), scratch.rotated.address(), batch.seq_blocks(),
             batch.block_table(), sequence as i32, segment.start as i32, segment.end as i32, rank as i32, rope as i32);

@@ -39,7 +39,7 @@ impl CudaBackend {
         out: &mut Tensor,
     ) -> bool {
         // A window leaves little to do, and these kernels begin at position 0.
-        let served = !kv.fp8 && softmax.window.is_none() && self.cuda.info.has_wgmma();
+        let served = !kv.int8 && softmax.window.is_none() && self.cuda.info.has_wgmma();
         let Some(kernel) = holding(&PREFILL, kv.key_dim, kv.value_dim).filter(|_| served) else { return false };
         let pages = |of: Address<u8>, dim: usize| {
             let pages = kv.keys.len() / (2 * PAGE * kv.key_dim);

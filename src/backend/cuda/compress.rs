@@ -145,7 +145,7 @@ impl Compress for CudaBackend {
         let (dim, window, scratch, stream) = (kv.cols, seen.window, seen.scratch, &self.cuda.compute);
         let (heads, all) = (q.cols / dim, batch.all_sequences());
         assert!(state.inputs.len() == state.slots * window * dim && out.cols == q.cols);
-        let shape = KeyValues { heads, key_dim: dim, value_dim: dim, scale: seen.scale, fp8: false };
+        let shape = KeyValues { heads, key_dim: dim, value_dim: dim, scale: seen.scale, int8: false };
         let rows = scratch.pages * BLOCK_SIZE;
         for first in (0..batch.rows()).step_by(scratch.wave) {
             let count = scratch.wave.min(batch.rows() - first);

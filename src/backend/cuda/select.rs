@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::attend::Kv;
+use super::attend::{Kv, head_bytes, row_bytes};
 use super::attend_latent::Single;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::batch::BLOCK_SIZE;
@@ -106,7 +106,7 @@ impl Gathered {
     pub(super) fn new(backend: &CudaBackend, kv: &Kv, indexer: &Indexer, max_tokens: usize) -> Result<Self> {
         let (cuda, most, sets) = (&backend.cuda, indexer.most(), indexer.sets());
         let (pages, copied) = (most.div_ceil(BLOCK_SIZE), !indexer.unit.is_multiple_of(BLOCK_SIZE));
-        let bytes = |dim: usize| pages * kv.heads * BLOCK_SIZE * dim * if kv.fp8 { 1 } else { 2 }; // of a token
+        let bytes = |dim: usize| pages * kv.heads * head_bytes(dim, kv.int8); // of a token
         let (keys, values) = (bytes(kv.key_dim), kv.values.as_ref().map(|_| bytes(kv.value_dim)));
         let fit = if copied { GATHERED_BYTES / (keys + values.unwrap_or(0)) } else { WAVE };
         let wave = WAVE.min(max_tokens).min(fit.max(1));
@@ -148,11 +148,12 @@ impl CudaBackend {
                     kv.values.as_ref().zip(copies.values.as_ref()).map(|(from, to)| (from, to, kv.value_dim)),
                 ];
                 for (from, copy, dim) in both.into_iter().flatten() {
+                    let (codes, scales) = row_bytes(dim, kv.int8);
                     launch!(self.cuda, stream, kernels::select_gather, grid;
                         from.address(), copy.address(), to.positions.address(), chosen.lists.address(),
                         chosen.counts.address(), batch.token_seq(), batch.seq_blocks(), batch.block_table(), first,
-                        to.most as i32, chosen.sets as i32, pages as i32, kv.heads as i32,
-                        (dim * if kv.fp8 { 1 } else { 2 }) as i32);
+                        to.most as i32, chosen.sets as i32, pages as i32, kv.heads as i32, codes as i32,
+                        scales as i32);
                 }
                 (copies.keys.address(), copies.values.as_ref().map_or(Address::NULL, DeviceBuffer::address))
             }

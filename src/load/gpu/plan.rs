@@ -297,7 +297,7 @@ impl Planner<'_> {
 fn check(spec: &Spec<'_>) -> Result<()> {
     let model = spec.model;
     if spec.config.kv == KvBits::Bf16x2 {
-        return Err(Error::Invalid("--kv bf16x2 is for the CPU: use --kv bf16 or fp8, or --device cpu".into()));
+        return Err(Error::Invalid("--kv bf16x2 is for the CPU: use --kv bf16 or int8, or --device cpu".into()));
     }
     spec.check_context()?;
     let mut lacking = model.layers.iter().filter_map(|layer| layer.attention.gpu_lacks());

@@ -24,7 +24,7 @@ pub(super) fn refusal(spec: &Spec<'_>, device: &DeviceInfo, machine: &Machine, s
             most.map_or(String::new(), |most| format!("at most {most}, or "))
         ));
     }
-    let mut remedies: Vec<String> = flags(spec, true, &fits).map(|flags| format!("use {flags}")).into_iter().collect();
+    let mut remedies: Vec<String> = flags(spec, &fits).map(|flags| format!("use {flags}")).into_iter().collect();
     let (lack, otherwise) = match short {
         Short::Vram(bytes) => {
             let tenths = least_tenths(spec, device, bytes);
