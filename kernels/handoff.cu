@@ -4,10 +4,11 @@
 //
 //   publish  writes the tokens' hidden states (bf16) and routing into mapped pinned memory, then counts `down` up
 //            and counts what was chosen in used [experts]
-//   fetch    waits for the host to bring `up` to the same count, then adds what it wrote (f32): x[t] += y[t]
+//   fetch    waits for the host to bring `up` to the same count, then adds what it wrote (f32): x[t] += y[t]. `sent`,
+//            if not null, is a number of the host's that it brings to `limit`, for kernels that follow
 //
 // A few tokens need one block, which leaves the other multiprocessors to the graph's other branch. An expert in VRAM
-// (`resident[id]` is an address) is published as -1, which the CPU skips.
+// (`resident[id]` is an address) is published as ~id, which the CPU skips.
 //
 // Each side counts up by one with every pass, so nothing has to be cleared while a pass may still run:
 //   count    the device's count of passes
@@ -30,7 +31,7 @@ KERNEL(publish, HANDOFF_THREADS, 0, const bf16* h, const int* ids, const float* 
         const int id = ids[i];
         const bool valid = id >= 0 && id < experts;
         if (valid) atomicAdd(used + id, 1u);
-        host_ids[i] = valid && resident && resident[id] ? -1 : id;
+        host_ids[i] = valid && resident && resident[id] ? ~id : id;
         host_weights[i] = weights[i];
     }
     __threadfence_system();
@@ -42,11 +43,14 @@ KERNEL(publish, HANDOFF_THREADS, 0, const bf16* h, const int* ids, const float* 
     store_release_system(down, ++*count);
 }
 
-KERNEL(fetch, HANDOFF_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y, float* x, int words) {
+KERNEL(fetch, HANDOFF_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y, float* x, int words,
+    const uint32_t* sent, uint32_t* limit) {
     begin_kernel();
     if (threadIdx.x == 0)
         while ((int)(load_acquire_system(up) - *count) < 0) pause_ns(40);
     __syncthreads();
+    // While the others read.
+    if (sent && blockIdx.x == 0 && threadIdx.x == HANDOFF_THREADS - 1) *limit = load_acquire_system(sent);
     float4* to = reinterpret_cast<float4*>(x);
     for (int i = blockIdx.x * HANDOFF_THREADS + threadIdx.x; i < words; i += gridDim.x * HANDOFF_THREADS) {
         const uint4 y = load_uncached(host_y + i);

@@ -240,7 +240,7 @@ impl Cuda {
         Ok(Arc::new(Self {
             context,
             compute: CudaStream::new()?,
-            copy: CudaStream::new()?,
+            copy: CudaStream::branch()?,
             kernels,
             info,
             allocated: AtomicU64::new(0),

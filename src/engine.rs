@@ -11,7 +11,7 @@
 //! run                  the thread
 //! ```
 //!
-//! Imports kernel, config, model, backend, forward and load. Read `run` first, then `scheduler`.
+//! Imports kernel, config, model, backend, experts, forward and load. Read `run` first, then `scheduler`.
 
 pub mod capture;
 pub mod generation_config;

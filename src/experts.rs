@@ -7,7 +7,8 @@
 //! cpu           all experts on the CPU
 //! cost          what experts in RAM cost on the CPU and over PCIe
 //! residency     which expert is in VRAM, which in RAM
-//! popularity    how often each is chosen, and which should move
+//! popularity    how often each is chosen
+//! pool          VRAM as a cache: which experts come into it
 //! mailbox       how a device hands tokens to the CPU's experts
 //! gpu           each expert where it is cheapest: VRAM, the link, the CPU
 //! service       experts alone, for other engines
@@ -24,6 +25,7 @@ pub mod gpu;
 #[cfg(feature = "cuda")]
 mod mailbox;
 pub mod memory;
+pub mod pool;
 pub mod popularity;
 pub mod residency;
 pub mod service;
@@ -37,6 +39,7 @@ pub use service::{ExpertService, RowType, ServedLayer};
 
 use crate::Result;
 use crate::backend::Backend;
+use pool::Choices;
 
 /// The routed experts of a model, beside the backend that runs the rest.
 pub trait ExpertExecutor<B: Backend>: Send {
@@ -74,6 +77,10 @@ pub struct Traffic {
     pub ram: u64,
     /// From RAM to a device.
     pub link: u64,
+    /// From a device's memory to its processors, in decode, where some experts are in RAM.
+    pub vram: u64,
+    /// Choices of the same.
+    pub choices: Choices,
 }
 
 impl Traffic {
@@ -84,6 +91,14 @@ impl Traffic {
 
     /// What was moved since `before`.
     pub fn since(self, before: Traffic) -> Traffic {
-        Traffic { ram: self.ram - before.ram, link: self.link - before.link }
+        Traffic {
+            ram: self.ram - before.ram,
+            link: self.link - before.link,
+            vram: self.vram - before.vram,
+            choices: Choices {
+                hits: self.choices.hits - before.choices.hits,
+                misses: self.choices.misses - before.choices.misses,
+            },
+        }
     }
 }

@@ -283,6 +283,11 @@ fn a_bench_is_one_object() {
     let args =
         ["bench", "demo", "--json", "--runs", "1", "--prompt-tokens", "8", "--decode-tokens", "2", "--batch", "1,2"];
     let report: serde_json::Value = serde_json::from_str(&success(&args, "")).unwrap();
+    assert_eq!(report["routing"], "uniform");
+    let local: serde_json::Value =
+        serde_json::from_str(&success(&[&args[..], &["--routing", "local"]].concat(), "")).unwrap();
+    assert_eq!((&local["routing"], local["rows"].as_array().unwrap().len()), (&"local".into(), 3));
+    assert!(failure(&["bench", "demo", "--routing", "nowhere"]).contains("cannot be read"));
     for field in ["machine", "model", "precision"] {
         assert!(!report[field].is_null(), "{report}");
     }

@@ -220,7 +220,7 @@ impl Cuda {
             sharedMemBytes: kernel.shared_bytes[usize::from(self.info.has_wgmma())] as u32,
             hStream: stream.0,
             attrs: &mut early,
-            numAttrs: u32::from(stream.is_ours() && self.info.capability >= (9, 0)),
+            numAttrs: u32::from(stream.overlaps() && self.info.capability >= (9, 0)),
         };
         let result = arguments.each_address(|addresses| {
             // SAFETY: the arguments' number and types are the kernel's, their addresses are the caller's promise.

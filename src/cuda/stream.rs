@@ -15,6 +15,8 @@ pub struct CudaStream(pub(super) sys::CUstream, StreamOwner);
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum StreamOwner {
     Us,
+    /// Us; its kernels wait for the end of those in front of them, as those of other streams do.
+    Branch,
     /// Another program, whose kernels do not expect others to begin before the one in front has ended.
     Another,
 }
@@ -26,11 +28,20 @@ unsafe impl Sync for CudaStream {}
 
 impl CudaStream {
     pub(super) fn new() -> Result<Self> {
+        Self::of(StreamOwner::Us)
+    }
+
+    /// Work beside the compute stream.
+    pub(super) fn branch() -> Result<Self> {
+        Self::of(StreamOwner::Branch)
+    }
+
+    fn of(owner: StreamOwner) -> Result<Self> {
         let mut stream = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: writes one pointer.
         succeed("creating a stream", unsafe { sys::cuStreamCreate(&mut stream, flags) })?;
-        Ok(Self(stream, StreamOwner::Us))
+        Ok(Self(stream, owner))
     }
 
     pub(super) fn none() -> Self {
@@ -48,7 +59,7 @@ impl CudaStream {
     }
 
     /// Whether kernels may be launched on it before those in front of them have ended.
-    pub(super) fn is_ours(&self) -> bool {
+    pub(super) fn overlaps(&self) -> bool {
         self.1 == StreamOwner::Us
     }
 
@@ -73,7 +84,7 @@ impl CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        if !self.0.is_null() && self.is_ours() {
+        if !self.0.is_null() && self.1 != StreamOwner::Another {
             // SAFETY: its one owner drops it.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.0) };
         }

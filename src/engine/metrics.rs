@@ -54,6 +54,16 @@ metrics! {
     state_snapshots_total gauge,
     /// Snapshots of recurrent state that requests with the same prefix can go on from.
     state_snapshots_kept gauge,
+    /// Experts that decode found in VRAM, where others are in RAM.
+    expert_hits_total counter,
+    /// Experts that decode found in RAM alone, where others are in VRAM.
+    expert_misses_total counter,
+    /// Bytes of experts that the CPU read from RAM.
+    expert_ram_bytes_total counter,
+    /// Bytes of experts that crossed PCIe.
+    expert_link_bytes_total counter,
+    /// Bytes of experts that decode read from VRAM, where others are in RAM.
+    expert_vram_bytes_total counter,
 }
 
 impl Metrics {

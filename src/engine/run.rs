@@ -21,6 +21,7 @@ use crate::engine::metrics::Metrics;
 use crate::engine::prefill_budget::PrefillBudget;
 use crate::engine::sampler::{Logprobs, Sampler};
 use crate::engine::scheduler::{Scheduler, Sequence, StateCopy};
+use crate::experts::Traffic;
 use crate::forward::Forward;
 use crate::forward::block_pool::{BlockPool, Sharing};
 use crate::forward::tap::{Positions, Take, Tap};
@@ -256,7 +257,9 @@ impl Engine {
         let tap = Some(&mut self.tap).filter(|tap| !tap.is_empty());
         self.model.forward(&self.batch, tap)?;
         self.emit_captured()?;
-        let read = self.model.traffic().since(before).total() + self.resident_bytes;
+        let moved = self.model.traffic().since(before);
+        self.count_experts(moved);
+        let read = moved.total() + self.resident_bytes;
         for &StateCopy { slot, snapshot } in self.scheduler.commit() {
             self.model.save_state(slot, snapshot as usize);
         }
@@ -272,6 +275,20 @@ impl Engine {
             self.budget.record(prefill_tokens, now.elapsed());
         }
         Ok(())
+    }
+
+    /// Counts what a step read of experts.
+    fn count_experts(&self, Traffic { ram, link, vram, choices }: Traffic) {
+        let metrics = &self.metrics;
+        for (counter, n) in [
+            (&metrics.expert_hits_total, choices.hits),
+            (&metrics.expert_misses_total, choices.misses),
+            (&metrics.expert_ram_bytes_total, ram),
+            (&metrics.expert_link_bytes_total, link),
+            (&metrics.expert_vram_bytes_total, vram),
+        ] {
+            Metrics::add(counter, n as usize);
+        }
     }
 
     /// Plans the step that begins `now`.

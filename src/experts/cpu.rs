@@ -290,7 +290,7 @@ impl ExpertExecutor<Cpu> for CpuExperts {
     }
 
     fn traffic(&self) -> Traffic {
-        Traffic { ram: self.bytes_read, link: 0 }
+        Traffic { ram: self.bytes_read, ..Traffic::default() }
     }
 }
 

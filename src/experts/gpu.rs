@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! recorded passes   the CPU computes all experts that are not in VRAM: kernels publish hidden states and routing into
-//!                   memory that both see, and wait for the sum; nothing is copied or called in between
+//!                   memory that both see, and wait for the sum. Beside that, a kernel copies experts that were missing
+//!                   into the slots of others (`experts/pool.rs`), for the steps that follow
 //! other passes      experts cross PCIe as they lie in RAM, on a stream of their own, a layer ahead of the compute
 //!                   stream; the CPU takes the share that lets both end together. Where few experts of a layer are
 //!                   chosen, only those cross, once the routing is known
@@ -16,12 +17,14 @@
 //! products     of experts in VRAM: as they are read, or grouped
 //! residents    experts that live in VRAM, and the tables of their addresses
 //! ring         experts that pass through VRAM
+//! admissions   experts on their way into VRAM beside a step
 //! handoff      the CPU's part, through a mailbox
-//! learning     counts of chosen experts, and the moves that follow
+//! learning     counts of chosen experts
 //! ```
 //!
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
 
+mod admissions;
 mod epilogue;
 mod handoff;
 mod learning;
@@ -33,13 +36,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::cost::CostModel;
+use super::pool::{LayerChoices, Pool};
 use super::popularity::Popularity;
-use super::residency::{Move, Residency};
+use super::residency::Residency;
 use super::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory, ExpertShape, Traffic};
 use crate::Result;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor};
 use crate::cuda::{Address, Cuda, Registered};
 use crate::machine::heap::Heap;
+use admissions::{Admissions, Limit};
 use handoff::Handoff;
 use learning::Learning;
 use products::{Choices, LayerInput, Products};
@@ -77,12 +82,14 @@ pub struct GpuExperts {
     sizes: Sizes,
     costs: CostModel,
     forced: Option<Prefill>,
-    residency: Residency,
+    pool: Pool,
+    admissions: Option<Admissions>, // `None`: the experts in VRAM stay as they were at the start
     residents: Residents,
     ring: Ring,
     products: Products,
     handoff: Handoff,
     learning: Option<Learning>,
+    vram_bytes: u64, // of experts that were read in VRAM in decode, since the start
     submitted: Option<Submitted>,
 }
 
@@ -117,6 +124,7 @@ struct Buffers {
     ring: Ring,
     products: Products,
     handoff: Handoff,
+    admissions: admissions::Buffers,
 }
 
 impl Buffers {
@@ -127,6 +135,7 @@ impl Buffers {
             ring: Ring::new(cuda, shape, half)?,
             products: Products::new(cuda, shape, epilogue, sizes)?,
             handoff: Handoff::new(cuda, heap, shape, sizes)?,
+            admissions: admissions::Buffers::new(cuda, shape.layers())?,
         })
     }
 }
@@ -164,9 +173,10 @@ impl GpuExperts {
         let saved = path.as_deref().and_then(|path| Popularity::load(path, layers, experts));
         let popularity = saved.unwrap_or_else(|| Popularity::new(layers, experts));
         let residency = Residency::new((0..layers).map(|layer| popularity.order(layer)), sizes.resident);
-        let Buffers { residents, ring, products, handoff } = Buffers::new(&cuda, heap, &shape, cpu.epilogue(), &sizes)?;
+        let Buffers { mut residents, ring, products, handoff, admissions } =
+            Buffers::new(&cuda, heap, &shape, cpu.epilogue(), &sizes)?;
         residents.fill(&mut cpu, &residency)?;
-        let registered = match sizes.ring >= 2 && sizes.resident < experts {
+        let registered = match (sizes.ring >= 2 || sizes.resident > 0) && sizes.resident < experts {
             // Not pinned is slower, not wrong: some systems allow it for no memory of files.
             true => memory
                 .regions()
@@ -175,16 +185,23 @@ impl GpuExperts {
                 .collect(),
             false => Vec::new(),
         };
+        let admissions = match sizes.resident {
+            0 => None,
+            _ => Admissions::new(&cuda, &memory, &registered, admissions)?,
+        };
+        let bytes: Vec<usize> = shape.layouts.iter().map(|layout| layout.bytes()).collect();
         Ok(Self {
             learning: learning(&cuda, &shape, &sizes, popularity, path)?,
             ring,
             products,
             handoff,
             residents,
-            residency,
+            pool: Pool::new(residency, experts, &bytes),
+            admissions,
             sizes,
             costs,
             forced,
+            vram_bytes: 0,
             submitted: None,
             memory,
             cpu,
@@ -213,8 +230,8 @@ impl GpuExperts {
     }
 
     /// Experts of a layer that cross PCIe for a batch of `tokens`.
-    fn streamed(&self, tokens: usize) -> usize {
-        let others = self.experts() - self.sizes.resident;
+    fn streamed(&self, tokens: usize, layer: usize) -> usize {
+        let others = self.pool.residency().in_ram(layer).len();
         let must = tokens > self.sizes.cpu_tokens;
         match self.forced {
             // There is no room for two experts.
@@ -225,7 +242,7 @@ impl GpuExperts {
             Some(Prefill::Gpu) if tokens > NO_PROMPT => others,
             _ if must => others,
             _ => {
-                let layout = self.memory.cache().layout(self.residency.layers() / 2); // stands for all
+                let layout = self.memory.cache().layout(self.pool.residency().layers() / 2); // stands for all
                 self.costs.streamed(others, self.experts(), tokens, self.sizes.top_k, &layout)
             }
         }
@@ -236,13 +253,17 @@ impl GpuExperts {
         self.learning.as_ref().map_or(Address::NULL, |learning| learning.counts(layer * self.experts()))
     }
 
-    /// Brings an expert into VRAM, in place of another.
-    fn make(&mut self, m: Move) -> Result<()> {
-        self.cpu.check_layer(m.layer)?;
-        self.residency.make(m);
-        self.residents.replace(&self.memory, &self.residency, m);
-        self.ring.forget(m.layer);
-        Ok(())
+    /// Takes in what was chosen in a layer of a recorded pass, and sends experts on their way.
+    fn chosen(&mut self, layer: usize) {
+        let Self { pool, admissions, residents, memory, handoff, .. } = &mut *self;
+        let before = pool.choices().hits;
+        let arrived = admissions.as_ref().map_or(0, Admissions::come);
+        pool.chosen(LayerChoices { layer, ids: handoff.ids(), arrived }, |admission| {
+            if let Some(admissions) = admissions {
+                admissions.send(memory, admission, residents.address(admission.slot));
+            }
+        });
+        self.vram_bytes += (self.pool.choices().hits - before) * self.memory.cache().layout(layer).bytes() as u64;
     }
 }
 
@@ -251,12 +272,15 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let input = LayerInput { layer, x, routing };
         let (tokens, experts, resident) = (routing.tokens(), self.experts(), self.sizes.resident);
         assert!(tokens <= self.sizes.tokens && self.submitted.is_none());
-        let streamed = self.streamed(tokens);
-        let cpu = resident + streamed < experts;
+        let streamed = self.streamed(tokens, layer);
+        let cpu = match self.cuda.is_rehearsing() {
+            true => resident < experts, // whatever is in VRAM now: it is recorded
+            false => streamed < self.pool.residency().in_ram(layer).len(),
+        };
         assert!(!cpu || tokens <= self.sizes.cpu_tokens, "the CPU was given more tokens than was allocated for");
         let table = match streamed {
             0 => self.residents.table(layer),
-            _ => self.residents.marks(&self.residency, layer, streamed)?,
+            _ => self.residents.marks(self.pool.residency(), layer, streamed),
         };
         if cpu {
             // First, so that the CPU begins while the device goes on.
@@ -296,7 +320,16 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         }
         if cpu {
             let Choices { layer, tokens, top_k, .. } = choices;
-            self.handoff.fetch(&self.cuda, layer, tokens * out.cols(), out);
+            let admissions = self.admissions.as_ref().filter(|_| self.cuda.is_rehearsing());
+            let limit = admissions.map_or(Limit::NONE, |admissions| admissions.limit(layer));
+            let is_last = layer + 1 == self.pool.residency().layers();
+            if let (true, Some(admissions)) = (is_last && layer > 0, admissions) {
+                admissions.join(&self.cuda);
+            }
+            self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), limit, out);
+            if let (false, Some(admissions)) = (is_last, admissions) {
+                admissions.admit(&self.cuda, layer);
+            }
             if !self.cuda.is_recording() {
                 self.handoff.serve(&self.cuda, &mut self.cpu, layer, tokens, top_k)?;
             }
@@ -309,21 +342,44 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             return Ok(());
         }
         let mut failed = Ok(());
-        for layer in 0..self.residency.layers() {
+        let layers = self.pool.residency().layers();
+        for layer in 0..layers {
+            if layer + 1 == layers && self.admissions.is_some() {
+                // While the device is busy. What is sent from now on is copied in the next step.
+                self.pool.make_room();
+            }
             // All layers, whatever happened in one: the device waits in each.
             failed = failed.and(self.handoff.serve(&self.cuda, &mut self.cpu, layer, tokens, self.sizes.top_k));
+            if failed.is_ok() {
+                self.chosen(layer);
+            }
         }
+        self.pool.turn();
         failed
     }
 
     fn between_passes(&mut self) -> Result<()> {
-        let Some(learning) = &mut self.learning else { return Ok(()) };
-        let moves = learning.next_moves(&self.cuda, &self.residency, self.sizes.top_k)?;
-        moves.into_iter().try_for_each(|m| self.make(m))
+        if let Some(learning) = &mut self.learning {
+            learning.pass(&self.cuda, self.sizes.top_k)?;
+        }
+        let come = self.admissions.as_mut().map_or(0, Admissions::take_come);
+        self.pool.arrived(come);
+        if !self.pool.moved().is_empty() {
+            self.residents.update(self.pool.residency(), self.pool.moved());
+            self.pool.moved().iter().for_each(|&(layer, _)| self.ring.forget(layer));
+            self.pool.written();
+        }
+        Ok(())
     }
 
     fn traffic(&self) -> Traffic {
-        Traffic { link: self.ring.copied_bytes(), ..ExpertExecutor::traffic(&self.cpu) }
+        let admitted = self.admissions.as_ref().map_or(0, Admissions::copied_bytes);
+        Traffic {
+            link: self.ring.copied_bytes() + admitted,
+            vram: self.vram_bytes,
+            choices: self.pool.choices(),
+            ..ExpertExecutor::traffic(&self.cpu)
+        }
     }
 
     fn resident(&self) -> usize {

@@ -1,22 +1,16 @@
-//! How often each expert is chosen, as counted while the model runs; which makes it worth a place in VRAM.
+//! How often each expert is chosen, as counted while the model runs: the most chosen are in VRAM at the next start.
 //!
 //! ```text
 //! counts   of every expert of every layer, halved every 50,000 tokens, kept in a file beside the cache
 //! start    the most chosen of each layer go to VRAM
-//! running  now and then: an expert in RAM that is chosen clearly more often than one in VRAM takes its slot
 //! ```
 
 use std::path::{Path, PathBuf};
 
-use super::residency::{Move, Residency};
 use crate::{Error, Result};
 
 /// Tokens after which a choice counts half.
 const HALF_LIFE: f64 = 50_000.0;
-
-/// How much more often an expert in RAM must be chosen than one in VRAM: a move must pay, and chance must not move
-/// experts back and forth.
-const CLEARLY: (f32, f32) = (1.25, 8.0); // times, plus
 
 /// First line of the file.
 const HEADER: &str = "moebius expert use 1";
@@ -52,25 +46,6 @@ impl Popularity {
         let mut order: Vec<u16> = (0..self.experts as u16).collect();
         order.sort_by(|&a, &b| counts[b as usize].total_cmp(&counts[a as usize]));
         order
-    }
-
-    /// At most `limit` moves into VRAM that gain most, one in a layer.
-    pub fn moves(&self, residency: &Residency, limit: usize) -> Vec<Move> {
-        let (times, plus) = CLEARLY;
-        let mut moves: Vec<(f32, Move)> = Vec::new();
-        for layer in 0..self.layers {
-            let count = |expert: u16| self.counts[layer * self.experts + expert as usize];
-            let (vram, ram) = (residency.in_vram(layer), residency.in_ram(layer));
-            let least = (0..vram.len()).min_by(|&a, &b| count(vram[a]).total_cmp(&count(vram[b])));
-            let most = ram.iter().copied().max_by(|&a, &b| count(a).total_cmp(&count(b)));
-            let (Some(slot), Some(expert)) = (least, most) else { continue };
-            let (least, most) = (count(vram[slot]), count(expert));
-            if most > times * least + plus {
-                moves.push((most - least, Move { layer, slot, expert }));
-            }
-        }
-        moves.sort_by(|a, b| b.0.total_cmp(&a.0));
-        moves.into_iter().take(limit).map(|(_, m)| m).collect()
     }
 
     /// The file beside a cache.
@@ -126,24 +101,6 @@ mod tests {
         used.add(&choices(2, 4, |layer, expert| [[1, 9, 5, 9], [3, 0, 0, 8]][layer][expert]), 2);
         assert_eq!(used.order(0), [1, 3, 2, 0]);
         assert_eq!(used.order(1), [3, 0, 1, 2]);
-    }
-
-    #[test]
-    fn moves_gain_most_and_end() {
-        let mut used = Popularity::new(2, 4);
-        used.add(
-            &choices(2, 4, |layer, expert| if layer == 0 { [10, 20, 300, 12][expert] } else { [5, 50, 2, 90][expert] }),
-            2,
-        );
-        let in_vram = |slots| Residency::new((0..2).map(|layer| Popularity::new(2, 4).order(layer)), slots);
-        let mut residency = in_vram(2);
-        let moves = used.moves(&residency, 8);
-        assert_eq!(moves, [Move { layer: 0, slot: 0, expert: 2 }, Move { layer: 1, slot: 0, expert: 3 }]);
-        assert_eq!(used.moves(&residency, 1).len(), 1);
-        moves.into_iter().for_each(|m| residency.make(m));
-        assert_eq!(used.moves(&residency, 8), [], "near equals stay where they are");
-        assert_eq!(used.moves(&in_vram(4), 8), [], "all are in VRAM");
-        assert_eq!(used.moves(&in_vram(0), 8), [], "none is");
     }
 
     #[test]

@@ -1,38 +1,46 @@
-//! Where every routed expert lives: one table, and the moves that change it.
+//! Where every routed expert lives: one table, and the slots of VRAM.
 
 /// Where an expert's bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// In VRAM, in this slot of its layer.
+    /// In VRAM, in this slot.
     Vram(usize),
     /// In RAM alone.
     Ram,
 }
 
-/// An expert in RAM that takes a slot of VRAM; the one that was there goes back to RAM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Move {
-    /// Counted among MoE layers.
-    pub layer: usize,
-    /// The slot in its layer.
-    pub slot: usize,
-    /// The expert that comes.
-    pub expert: u16,
-}
-
-/// The place of each expert of each layer. All slots of VRAM are taken, as many in each layer.
+/// The place of each expert of each layer. Slots of VRAM are numbered over all layers.
 #[derive(Clone, Debug)]
 pub struct Residency {
-    slots: usize,
-    layers: Vec<Vec<u16>>, // [layers, experts]: those in VRAM by slot, then those in RAM, the most chosen first
+    layers: Vec<Layer>,
+    slots: Vec<Option<(usize, u16)>>, // the layer and expert in each
+}
+
+#[derive(Clone, Debug)]
+struct Layer {
+    order: Vec<u16>, // [experts]: those in VRAM, then those in RAM, the most chosen first
+    rank: Vec<u16>,  // [experts], in `order`
+    slot: Vec<u32>,  // [experts], of those in VRAM
+    in_vram: usize,
 }
 
 impl Residency {
-    /// The first `slots` experts of each layer's order are in VRAM.
+    /// The first `slots` experts of each layer's order are in VRAM: of layer 0, then of layer 1.
     pub fn new(orders: impl IntoIterator<Item = Vec<u16>>, slots: usize) -> Self {
-        let layers: Vec<Vec<u16>> = orders.into_iter().collect();
-        assert!(layers.iter().all(|layer| slots <= layer.len()), "{slots} slots are more than there are experts");
-        Self { slots, layers }
+        let mut residency = Self { layers: Vec::new(), slots: Vec::new() };
+        for order in orders {
+            assert!(slots <= order.len(), "{slots} slots are more than there are experts");
+            let (mut rank, mut slot) = (vec![0; order.len()], vec![0; order.len()]);
+            for (i, &expert) in order.iter().enumerate() {
+                rank[expert as usize] = i as u16;
+                if i < slots {
+                    slot[expert as usize] = residency.slots.len() as u32;
+                    residency.slots.push(Some((residency.layers.len(), expert)));
+                }
+            }
+            residency.layers.push(Layer { order, rank, slot, in_vram: slots });
+        }
+        residency
     }
 
     /// MoE layers.
@@ -40,33 +48,65 @@ impl Residency {
         self.layers.len()
     }
 
-    /// Slots of VRAM of each layer.
+    /// Slots of VRAM.
     pub fn slots(&self) -> usize {
-        self.slots
+        self.slots.len()
     }
 
-    /// The experts of a layer that are in VRAM, by slot.
+    /// The layer and expert in a slot.
+    pub fn in_slot(&self, slot: usize) -> Option<(usize, u16)> {
+        self.slots[slot]
+    }
+
+    /// The experts of a layer that are in VRAM.
     pub fn in_vram(&self, layer: usize) -> &[u16] {
-        &self.layers[layer][..self.slots]
+        let Layer { order, in_vram, .. } = &self.layers[layer];
+        &order[..*in_vram]
     }
 
     /// The experts of a layer that are in RAM alone, in the order in which they cross.
     pub fn in_ram(&self, layer: usize) -> &[u16] {
-        &self.layers[layer][self.slots..]
+        let Layer { order, in_vram, .. } = &self.layers[layer];
+        &order[*in_vram..]
     }
 
     /// Where an expert is.
     pub fn place(&self, layer: usize, expert: u16) -> Place {
-        match self.in_vram(layer).iter().position(|&other| other == expert) {
-            Some(slot) => Place::Vram(slot),
-            None => Place::Ram,
+        let Layer { rank, slot, in_vram, .. } = &self.layers[layer];
+        match usize::from(rank[expert as usize]) < *in_vram {
+            true => Place::Vram(slot[expert as usize] as usize),
+            false => Place::Ram,
         }
     }
 
-    /// Makes a move. Panics: the expert is not in RAM (a bug).
-    pub fn make(&mut self, Move { layer, slot, expert }: Move) {
-        let rank = self.in_ram(layer).iter().position(|&other| other == expert).expect("a move is out of RAM");
-        self.layers[layer].swap(slot, self.slots + rank);
+    /// Takes an expert out of its slot, and returns the slot. Panics: it is in none (a bug).
+    pub fn leave(&mut self, layer: usize, expert: u16) -> usize {
+        let Place::Vram(slot) = self.place(layer, expert) else { panic!("only an expert in VRAM leaves it") };
+        self.slots[slot] = None;
+        let layer = &mut self.layers[layer];
+        layer.in_vram -= 1;
+        layer.swap(expert, layer.in_vram);
+        slot
+    }
+
+    /// Puts an expert in RAM into a slot that holds none. Panics: it does, or the expert is in VRAM (a bug).
+    pub fn enter(&mut self, layer: usize, expert: u16, slot: usize) {
+        assert!(self.slots[slot].is_none() && self.place(layer, expert) == Place::Ram);
+        self.slots[slot] = Some((layer, expert));
+        let layer = &mut self.layers[layer];
+        layer.swap(expert, layer.in_vram);
+        layer.in_vram += 1;
+        layer.slot[expert as usize] = slot as u32;
+    }
+}
+
+impl Layer {
+    /// Exchanges an expert and the one at `rank`.
+    fn swap(&mut self, expert: u16, rank: usize) {
+        let (from, other) = (self.rank[expert as usize], self.order[rank]);
+        self.order.swap(from as usize, rank);
+        self.rank[other as usize] = from;
+        self.rank[expert as usize] = rank as u16;
     }
 }
 
@@ -75,13 +115,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_move_changes_two_places_and_no_other() {
+    fn an_expert_leaves_its_slot_to_one_of_any_layer() {
         let mut residency = Residency::new([vec![3, 0, 2, 1], vec![0, 1, 2, 3]], 2);
         let places = |residency: &Residency, layer| [0, 1, 2, 3].map(|expert| residency.place(layer, expert));
         assert_eq!(places(&residency, 0), [Place::Vram(1), Place::Ram, Place::Ram, Place::Vram(0)]);
-        residency.make(Move { layer: 0, slot: 1, expert: 1 });
-        assert_eq!(places(&residency, 0), [Place::Ram, Place::Vram(1), Place::Ram, Place::Vram(0)]);
-        assert_eq!((residency.in_vram(0), residency.in_ram(0)), (&[3, 1][..], &[2, 0][..]));
-        assert_eq!(places(&residency, 1), [Place::Vram(0), Place::Vram(1), Place::Ram, Place::Ram]);
+        let slot = residency.leave(0, 3);
+        assert_eq!((slot, residency.in_slot(0)), (0, None));
+        assert_eq!(places(&residency, 0), [Place::Vram(1), Place::Ram, Place::Ram, Place::Ram]);
+        residency.enter(1, 3, slot);
+        assert_eq!((residency.in_vram(0), residency.in_ram(0)), (&[0][..], &[3, 2, 1][..]));
+        assert_eq!(residency.in_vram(1), [0, 1, 3]);
+        assert_eq!(places(&residency, 1), [Place::Vram(2), Place::Vram(3), Place::Ram, Place::Vram(0)]);
+        assert_eq!(residency.in_slot(0), Some((1, 3)));
     }
 }

@@ -12,6 +12,7 @@ use super::speed::{self, CpuRates, Expected};
 use crate::Result;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::config::{DenseBits, EngineConfig};
+use crate::experts::pool::expected_hits;
 use crate::machine::topology::Topology;
 
 /// The plan, as `--json` prints it.
@@ -394,7 +395,13 @@ impl std::fmt::Display for Plan {
         write!(f, "\ncontext   {} of {} tokens", self.max_context, self.model_context)?;
         writeln!(f, ", {} in all sequences together", self.kv_tokens)?;
         if self.vram_limit_bytes > 0 && self.num_experts > 0 {
-            writeln!(f, "experts   {} of {} of a layer resident", self.resident_experts, self.num_experts)?;
+            let (resident, all) = (self.resident_experts, self.num_experts);
+            write!(f, "experts   {resident} of {all} of a layer resident")?;
+            match resident {
+                0 => writeln!(f)?,
+                _ if resident == all => writeln!(f)?,
+                _ => writeln!(f, ", about {:.0}% of a token's", 100.0 * expected_hits(resident as f64 / all as f64))?,
+            }
         }
         if self.draft_layers > 0 {
             writeln!(f, "drafts    {UNUSED_DRAFTS}")?;

@@ -335,6 +335,9 @@ impl<'a> Bench<'a> {
         }
         let work = self.work(moved, tokens, sequences, 0.0);
         let mut row = self.row("decode", tokens, sequences, tokens * sequences, median(&mut seconds), work);
+        let Traffic { ram, link, vram, choices } = moved;
+        row.vram_hits = choices.hit_rate();
+        row.expert_bytes = [ram, link, vram].map(|bytes| bytes / tokens as u64);
         if self.ops {
             row.ops = self.profile(&batch)?;
         }
@@ -349,7 +352,8 @@ impl<'a> Bench<'a> {
             let all = model.moe_layers().count() as f64 * expert_bytes(model, self.loaded) as f64;
             all * share * limits::distinct(moe.num_experts, moe.router.top_k, tokens)
         });
-        PassWork::new(moved, passes as f64 * self.dense as f64, passes as f64 * resident, products, self.on_device)
+        let resident = if moved.vram > 0 { moved.vram as f64 } else { passes as f64 * resident };
+        PassWork::new(moved, passes as f64 * self.dense as f64, resident, products, self.on_device)
     }
 
     fn profile(&mut self, batch: &Batch) -> Result<Vec<KernelTime>> {
@@ -394,6 +398,8 @@ impl<'a> Bench<'a> {
             limited_by,
             share_of_limit: least / seconds,
             ram_gb_per_s: work.ram / 1e9 / seconds,
+            vram_hits: None,
+            expert_bytes: [0; 3],
             ops: Vec::new(),
         }
     }

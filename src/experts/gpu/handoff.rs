@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use half::bf16;
 
 use super::Sizes;
+use super::admissions::Limit;
 use super::products::LayerInput;
 use crate::Result;
 use crate::backend::Routing;
@@ -68,10 +69,16 @@ impl Handoff {
     }
 
     /// Enqueues the kernel that waits for the host's sum and adds it; `numbers` elements.
-    pub(super) fn fetch(&self, cuda: &Cuda, layer: usize, numbers: usize, out: &mut Tensor) {
+    pub(super) fn fetch(&self, cuda: &Cuda, (layer, numbers): (usize, usize), limit: Limit, out: &mut Tensor) {
         let Mailbox { y_address: y, up, count, .. } = &self.mailbox;
         launch!(cuda, &cuda.compute, kernels::fetch, [blocks(2 * numbers), 1, 1];
-            count.address().add(layer), up.address().add(layer * LINE), *y, out.f32(), (numbers / 4) as i32);
+            count.address().add(layer), up.address().add(layer * LINE), *y, out.f32(), (numbers / 4) as i32,
+            limit.sent, limit.limit);
+    }
+
+    /// What the tokens that were served last have chosen.
+    pub(super) fn ids(&self) -> &[i32] {
+        &self.routing.ids
     }
 
     /// The CPU's part of one layer, once its hidden states have come.

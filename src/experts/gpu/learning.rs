@@ -1,4 +1,4 @@
-//! Which experts are chosen: counts on their way from the device, and what follows from them.
+//! Which experts are chosen: counts on their way from the device to the file that the next start reads.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,9 +7,8 @@ use std::time::{Duration, Instant};
 use crate::Result;
 use crate::cuda::{Address, Cuda, CudaEvent, DeviceBuffer, PinnedBuffer};
 use crate::experts::popularity::Popularity;
-use crate::experts::residency::{Move, Residency};
 
-/// Counts of chosen experts on their way from the device, and what follows from them.
+/// Counts of chosen experts on their way from the device.
 pub(super) struct Learning {
     popularity: Popularity,
     path: Option<PathBuf>,
@@ -18,15 +17,11 @@ pub(super) struct Learning {
     taken: CudaEvent,            // when `snapshot` had come
     before: Vec<u32>,            // the snapshot before
     passes: u32,
-    moves: Vec<Move>, // still to be made
     saved: Instant,
 }
 
 /// Passes from one look at the counts to the next.
 const LOOK: u32 = 64;
-
-/// Experts that change places before one pass.
-const MOVES: usize = 2;
 
 /// Counts are saved so often, and at the end.
 const SAVE: Duration = Duration::from_secs(60);
@@ -42,7 +37,6 @@ impl Learning {
             taken: CudaEvent::new(cuda)?,
             before: vec![0; all],
             passes: 0,
-            moves: Vec::new(),
             saved: Instant::now(),
         })
     }
@@ -52,25 +46,23 @@ impl Learning {
         self.counts.address().add(first)
     }
 
-    /// What to move before the next pass.
-    pub(super) fn next_moves(&mut self, cuda: &Cuda, residency: &Residency, top_k: usize) -> Result<Vec<Move>> {
+    /// Called before every pass.
+    pub(super) fn pass(&mut self, cuda: &Cuda, top_k: usize) -> Result<()> {
         self.passes += 1;
-        if self.passes.is_multiple_of(LOOK) {
-            self.look(cuda, residency, top_k)?;
+        match self.passes.is_multiple_of(LOOK) {
+            true => self.look(cuda, top_k),
+            false => Ok(()),
         }
-        let now = self.moves.len().min(MOVES);
-        Ok(self.moves.drain(..now).collect())
     }
 
-    /// Takes in the last snapshot, asks for the next, and decides what to move.
-    fn look(&mut self, cuda: &Cuda, residency: &Residency, top_k: usize) -> Result<()> {
+    /// Takes in the last snapshot, and asks for the next.
+    fn look(&mut self, cuda: &Cuda, top_k: usize) -> Result<()> {
         if self.passes > LOOK {
             cuda.wait_host(&self.taken)?; // long ago
             let new: Vec<u32> =
                 self.snapshot.iter().zip(&self.before).map(|(now, before)| now.wrapping_sub(*before)).collect();
             self.before.copy_from_slice(&self.snapshot);
             self.popularity.add(&new, top_k);
-            self.moves = self.popularity.moves(residency, LOOK as usize * MOVES);
         }
         cuda.download(&cuda.compute, self.counts.address(), &mut self.snapshot);
         cuda.record(&self.taken, &cuda.compute);

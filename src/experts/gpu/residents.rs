@@ -5,19 +5,21 @@ use std::sync::Arc;
 use moebius_cache::pack::ExpertLayout;
 
 use crate::Result;
-use crate::cuda::{Address, Cuda, DeviceBuffer};
-use crate::experts::residency::{Move, Place, Residency};
-use crate::experts::{CpuExperts, ExpertMemory, ExpertShape};
+use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer};
+use crate::experts::residency::{Place, Residency};
+use crate::experts::{CpuExperts, ExpertShape};
 
 /// The experts in VRAM, and where they are.
 pub(super) struct Residents {
     cuda: Arc<Cuda>,
     experts: usize,
-    slots: usize,
-    layers: Vec<(usize, usize)>, // where each begins, and bytes of one of its experts
+    slots: usize,                // as many experts of each layer as they are large enough for
+    layers: Vec<(usize, usize)>, // where the slots of each begin, and bytes of one
     bytes: DeviceBuffer<u8>,     // [layers][slots, bytes of an expert]
     tables: DeviceBuffer<u64>,   // [layers, experts]: addresses; 0: in RAM alone
-    marks: Option<(usize, DeviceBuffer<u64>)>, // [layers, experts]: not 0 for those in VRAM and n others
+    staged: PinnedBuffer<u64>,   // [layers, experts]: what is brought there
+    marks: DeviceBuffer<u64>,    // [layers, experts]: not 0 for those in VRAM and some others
+    marked: Vec<Option<usize>>,  // [layers]: how many others; `None`: not known
 }
 
 impl Residents {
@@ -37,42 +39,59 @@ impl Residents {
             slots,
             bytes: DeviceBuffer::new(cuda, all)?,
             tables: DeviceBuffer::new(cuda, layers.len() * experts)?,
+            staged: PinnedBuffer::new(cuda, layers.len() * experts)?,
+            marks: DeviceBuffer::new(cuda, layers.len() * experts)?,
+            marked: vec![None; layers.len()],
             layers,
-            marks: None,
         })
     }
 
     /// Copies the experts that are to be in VRAM. Errors: `Error::Cache` for a damaged one.
-    pub(super) fn fill(&self, cpu: &mut CpuExperts, residency: &Residency) -> Result<()> {
-        let (residents, cuda, memory) = (self, &self.cuda, cpu.memory().clone());
-        let mut tables = Vec::with_capacity(residency.layers() * self.experts);
+    pub(super) fn fill(&mut self, cpu: &mut CpuExperts, residency: &Residency) -> Result<()> {
+        let (cuda, memory) = (self.cuda.clone(), cpu.memory().clone());
         for layer in 0..residency.layers() {
-            if residents.slots > 0 {
+            if self.slots > 0 {
                 cpu.check_layer(layer)?;
             }
-            for (slot, &expert) in residency.in_vram(layer).iter().enumerate() {
-                let to = residents.address(layer, slot);
+            for &expert in residency.in_vram(layer) {
+                let Place::Vram(slot) = residency.place(layer, expert) else { continue };
+                let to = self.address(slot);
                 memory.each_run(layer, expert as usize..expert as usize + 1, |offset, bytes| {
                     cuda.upload(&cuda.copy, to.add(offset), bytes)
                 });
             }
-            tables.extend(residents.addresses(residency, layer));
+            let addresses: Vec<u64> = self.addresses(residency, layer).collect();
+            self.staged[layer * self.experts..][..self.experts].copy_from_slice(&addresses);
         }
-        cuda.upload(&cuda.copy, residents.tables.address(), &tables);
+        cuda.upload(&cuda.copy, self.tables.address(), &self.staged);
         cuda.synchronize()
     }
 
-    fn address(&self, layer: usize, slot: usize) -> Address<u8> {
-        let (at, bytes) = self.layers[layer];
-        self.bytes.address().add(at + slot * bytes)
+    /// Where a slot begins.
+    pub(super) fn address(&self, slot: usize) -> Address<u8> {
+        let (at, bytes) = self.layers[slot / self.slots];
+        self.bytes.address().add(at + slot % self.slots * bytes)
+    }
+
+    fn address_of(&self, residency: &Residency, layer: usize, expert: u16) -> u64 {
+        match residency.place(layer, expert) {
+            Place::Vram(slot) => self.address(slot).to_u64(),
+            Place::Ram => 0,
+        }
     }
 
     /// Where each expert of a layer is in VRAM; 0: it is not.
     pub(super) fn addresses(&self, residency: &Residency, layer: usize) -> impl Iterator<Item = u64> {
-        (0..self.experts as u16).map(move |expert| match residency.place(layer, expert) {
-            Place::Vram(slot) => self.address(layer, slot).to_u64(),
-            Place::Ram => 0,
-        })
+        (0..self.experts as u16).map(move |expert| self.address_of(residency, layer, expert))
+    }
+
+    /// Brings what changed to the tables, before the next pass in the compute stream.
+    pub(super) fn update(&mut self, residency: &Residency, moved: &[(usize, u16)]) {
+        for &(layer, expert) in moved {
+            self.staged[layer * self.experts + expert as usize] = self.address_of(residency, layer, expert);
+            self.marked[layer] = None;
+        }
+        self.cuda.upload(&self.cuda.compute, self.tables.address(), &self.staged);
     }
 
     /// [`addresses`](Residents::addresses) on the device.
@@ -81,31 +100,15 @@ impl Residents {
     }
 
     /// A table of `layer` that is not 0 for experts in VRAM and for those that cross: the first `streamed` in RAM.
-    pub(super) fn marks(&mut self, residency: &Residency, layer: usize, streamed: usize) -> Result<Address<u64>> {
-        let row = layer * self.experts;
-        if let Some((_, marks)) = self.marks.as_ref().filter(|(n, _)| *n == streamed) {
-            return Ok(marks.address().add(row));
-        }
-        let mut marks = vec![0u64; residency.layers() * self.experts];
-        for (layer, row) in marks.chunks_exact_mut(self.experts).enumerate() {
+    pub(super) fn marks(&mut self, residency: &Residency, layer: usize, streamed: usize) -> Address<u64> {
+        let to = self.marks.address().add(layer * self.experts);
+        if self.marked[layer] != Some(streamed) {
+            self.marked[layer] = Some(streamed);
+            let mut row = vec![0u64; self.experts];
             let crossing = &residency.in_ram(layer)[..streamed];
             residency.in_vram(layer).iter().chain(crossing).for_each(|&expert| row[expert as usize] = 1);
+            self.cuda.upload(&self.cuda.compute, to, &row);
         }
-        // A pass that still runs reads the old one.
-        self.cuda.synchronize()?;
-        let (_, marks) = self.marks.insert((streamed, DeviceBuffer::from_slice(&self.cuda, &marks)?));
-        Ok(marks.address().add(row))
-    }
-
-    /// Copies an expert to its slot, after a move. Its bytes and the new addresses come before the next pass in the
-    /// compute stream.
-    pub(super) fn replace(&mut self, memory: &ExpertMemory, residency: &Residency, Move { layer, slot, expert }: Move) {
-        let (cuda, to) = (&self.cuda, self.address(layer, slot));
-        memory.each_run(layer, expert as usize..expert as usize + 1, |offset, bytes| {
-            cuda.upload(&cuda.compute, to.add(offset), bytes)
-        });
-        let addresses: Vec<u64> = self.addresses(residency, layer).collect();
-        cuda.upload(&cuda.compute, self.table(layer), &addresses);
-        self.marks = None;
+        to
     }
 }

@@ -112,7 +112,7 @@ impl GpuExperts {
         }
         let ExpertRun { layer, ranks } = part.clone();
         let with_residents = ranks.start == 0;
-        let mut experts: Vec<usize> = self.residency.in_ram(layer)[ranks].iter().map(|&e| e as usize).collect();
+        let mut experts: Vec<usize> = self.pool.residency().in_ram(layer)[ranks].iter().map(|&e| e as usize).collect();
         experts.sort_unstable();
         self.copy(half, layer, &experts, with_residents)?;
         self.ring.holds[half] = Some(part);
@@ -124,7 +124,7 @@ impl GpuExperts {
     fn copy(&mut self, half: usize, layer: usize, experts: &[usize], with_residents: bool) -> Result<()> {
         self.cpu.check_layer(layer)?;
         let table = match with_residents {
-            true => self.residents.addresses(&self.residency, layer).collect(),
+            true => self.residents.addresses(self.pool.residency(), layer).collect(),
             false => vec![0; self.experts()],
         };
         self.ring.copy(&self.memory, half, layer, experts, table);
@@ -134,9 +134,11 @@ impl GpuExperts {
     /// Streams experts of a layer and computes `y` with them and with the residents. `counted`: choices already are.
     pub(super) fn stream(&mut self, streamed: usize, input: &LayerInput<'_>, counted: bool) -> Result<()> {
         let layer = input.layer;
-        if layer + 1 < self.residency.layers() {
+        let is_last = layer + 1 == self.pool.residency().layers();
+        let of_next = if is_last { 0 } else { self.streamed(input.routing.tokens(), layer + 1) };
+        if !is_last {
             // From the file while this layer's cross.
-            let next = &self.residency.in_ram(layer + 1)[..streamed];
+            let next = &self.pool.residency().in_ram(layer + 1)[..of_next];
             self.memory.want(layer + 1, next.iter().map(|&expert| expert as usize));
         }
         let mut parts = self.ring.parts(layer, streamed);
@@ -146,7 +148,7 @@ impl GpuExperts {
             self.fill(half, now)?;
             // What comes next is on its way while this is computed.
             part = parts.next();
-            let first = || self.ring.parts(layer + 1, streamed).next().filter(|_| layer + 1 < self.residency.layers());
+            let first = || self.ring.parts(layer + 1, of_next).next();
             if let Some(next) = part.clone().or_else(first)
                 && !self.ring.holds(&next)
             {
@@ -164,7 +166,7 @@ impl GpuExperts {
         let mut ids = Vec::new();
         input.routing.read_ids(&mut ids)?;
         let chosen: HashSet<i32> = ids.into_iter().collect();
-        let candidates = &self.residency.in_ram(layer)[..streamed];
+        let candidates = &self.pool.residency().in_ram(layer)[..streamed];
         let mut experts: Vec<usize> =
             candidates.iter().filter(|&&e| chosen.contains(&i32::from(e))).map(|&e| e as usize).collect();
         experts.sort_unstable();

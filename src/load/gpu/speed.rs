@@ -5,6 +5,7 @@ use crate::Result;
 use crate::config::PrefillOn;
 use crate::cuda::DeviceInfo;
 use crate::experts::cost::CostModel;
+use crate::experts::pool::expected_hits;
 use crate::load::spec::Spec;
 use crate::load::speed::{Expected, TokenWork};
 
@@ -37,7 +38,7 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     let others = work.num_experts - resident;
     let (all, top_k, moe_layers) = (work.num_experts as f64, work.top_k as f64, work.moe_layers as f64);
 
-    let share = resident as f64 / all;
+    let share = expected_hits(resident as f64 / all);
     let own = work.dense_bytes + share * moe_layers * top_k * work.expert_bytes();
     let mut decode = own / (VRAM_SHARE * rates.vram_bytes)
         + spec.model.layers.iter().map(|layer| layer.attention.gpu_seconds()).sum::<f64>();

@@ -112,6 +112,10 @@ pub struct Measurement {
     pub share_of_limit: f64,
     /// Weights read from RAM per second, by the CPU or the GPU.
     pub ram_gb_per_s: f64,
+    /// Share of the chosen experts that were in VRAM, where some are and others are not; of decode.
+    pub vram_hits: Option<f64>,
+    /// Bytes of experts that a step of decode read from RAM by the CPU, over PCIe, and from VRAM.
+    pub expert_bytes: [u64; 3],
     /// Time of each kernel, or of each family of ops on the CPU, if requested.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ops: Vec<KernelTime>,
@@ -157,16 +161,17 @@ impl std::fmt::Display for BenchReport {
                 d.tokens, d.least, d.most, d.of
             )?;
         }
-        let head = ("phase", "tokens", "batch", "tok/s", "limit", "of it", "limited by", "RAM GB/s");
-        let (phase, tokens, batch, speed, limit, share, by, ram) = head;
-        writeln!(f, "\n{phase:8} {tokens:>7} {batch:>6} {speed:>10} {limit:>10} {share:>6}  {by:10} {ram:>8}")?;
+        let head = ("phase", "tokens", "batch", "tok/s", "limit", "of it", "limited by", "RAM GB/s", "VRAM hits");
+        let (phase, tokens, batch, speed, limit, share, by, ram, hits) = head;
+        writeln!(f, "\n{phase:8} {tokens:>7} {batch:>6} {speed:>10} {limit:>10} {share:>6}  {by:10} {ram:>8}  {hits}")?;
         for r in &self.rows {
             let share = 100.0 * r.share_of_limit;
+            let hits = r.vram_hits.map_or("-".into(), |hits| format!("{:.0}%", 100.0 * hits));
             let Measurement { phase, tokens, batch, tok_per_s, limit_tok_per_s, limited_by, ram_gb_per_s, .. } = r;
             writeln!(
                 f,
                 "{phase:8} {tokens:>7} {batch:>6} {tok_per_s:>10.1} {limit_tok_per_s:>10.1} {share:>5.0}%  \
-                 {limited_by:10} {ram_gb_per_s:>8.1}"
+                 {limited_by:10} {ram_gb_per_s:>8.1}  {hits:>9}"
             )?;
         }
         for r in self.rows.iter().filter(|r| !r.ops.is_empty()) {

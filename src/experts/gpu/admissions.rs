@@ -1,0 +1,151 @@
+//! Experts on their way into VRAM beside a recorded step: a ring of runs of bytes, and the kernel that copies them
+//! (kernels/pool.cu) in a branch of its own.
+//!
+//! ```text
+//! host      writes an expert's runs into the ring, and counts them
+//! device    fetch takes the count along, admit copies up to it and counts what has come
+//! ```
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::Result;
+use crate::cuda::kernels::pool::RING_RUNS;
+use crate::cuda::{Address, Cuda, CudaEvent, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
+use crate::experts::ExpertMemory;
+use crate::experts::mailbox::LINE;
+use crate::experts::pool::Admission;
+
+/// Blocks that copy. What they have asked for, 32 KB each, stands in front of what `fetch` asks for: with 16 blocks a
+/// step took three times as long as with 2, and copies by another thread's copy engine cost more as well (H200).
+const ADMIT_BLOCKS: usize = 2;
+
+/// Where the experts lie for the device, and those that are on their way.
+pub(super) struct Admissions {
+    regions: Vec<(Range<usize>, u64)>, // of pinned memory: addresses of the host, and the device's of the first
+    buffers: Buffers,
+    sent: u32,           // runs that were written
+    ends: VecDeque<u32>, // of each expert on its way: `sent` after its last run
+    fetched: CudaEvent,  // when a layer's sum had come
+    admitted: CudaEvent, // when the branch had ended
+    copied_bytes: u64,   // since the start
+}
+
+/// The memory of it.
+pub(super) struct Buffers {
+    ring: PinnedBuffer<u64>,   // [RING_RUNS, 4]
+    counts: PinnedBuffer<u32>, // [2, 16]: runs that were written, and that have come; a line each
+    limits: DeviceBuffer<u32>, // [layers]: runs up to which a layer's admit copies
+    head: DeviceBuffer<u32>,   // [2]: runs that were copied; blocks that are done
+}
+
+impl Buffers {
+    pub(super) fn new(cuda: &Arc<Cuda>, layers: usize) -> Result<Self> {
+        Ok(Self {
+            ring: PinnedBuffer::new(cuda, 4 * RING_RUNS)?,
+            counts: PinnedBuffer::new(cuda, 2 * LINE)?,
+            limits: DeviceBuffer::zeros(cuda, layers)?,
+            head: DeviceBuffer::zeros(cuda, 2)?,
+        })
+    }
+}
+
+/// Where `fetch` finds the count of runs, and where it brings it; nowhere: no expert ever comes.
+#[derive(Clone, Copy)]
+pub(super) struct Limit {
+    pub(super) sent: Address<u32>,
+    pub(super) limit: Address<u32>,
+}
+
+impl Limit {
+    pub(super) const NONE: Self = Self { sent: Address::NULL, limit: Address::NULL };
+}
+
+impl Admissions {
+    /// Of experts in pinned memory; `None`: some of it is not pinned, or not in pieces that the kernel copies.
+    pub(super) fn new(
+        cuda: &Arc<Cuda>,
+        memory: &ExpertMemory,
+        registered: &[Registered],
+        buffers: Buffers,
+    ) -> Result<Option<Self>> {
+        let regions = memory.regions();
+        let whole = |layout: &moebius_cache::pack::ExpertLayout| {
+            layout.gate.tile_bytes().is_multiple_of(16) && layout.down.tile_bytes().is_multiple_of(16)
+        };
+        let addresses: Option<Vec<u64>> = registered.iter().map(Registered::address).collect();
+        match addresses {
+            Some(addresses) if addresses.len() == regions.len() && memory.cache().layouts().iter().all(whole) => {
+                let range = |region: &[u8]| region.as_ptr().addr()..region.as_ptr().addr() + region.len();
+                Ok(Some(Self {
+                    regions: regions.into_iter().map(range).zip(addresses).collect(),
+                    buffers,
+                    sent: 0,
+                    ends: VecDeque::new(),
+                    fetched: CudaEvent::new(cuda)?,
+                    admitted: CudaEvent::new(cuda)?,
+                    copied_bytes: 0,
+                }))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Sends an expert to its slot, which begins at `to`.
+    pub(super) fn send(&mut self, memory: &ExpertMemory, admission: Admission, to: Address<u8>) {
+        let Admission { layer, expert, .. } = admission;
+        let Self { regions, buffers, sent, copied_bytes, .. } = self;
+        memory.each_run(layer, expert as usize..expert as usize + 1, |offset, bytes| {
+            let host = bytes.as_ptr().addr();
+            let region = regions.iter().find(|(range, _)| range.contains(&host)).expect("all experts are pinned");
+            let from = region.1 + (host - region.0.start) as u64;
+            let at = 4 * (*sent as usize % RING_RUNS);
+            buffers.ring[at..at + 3].copy_from_slice(&[to.add(offset).to_u64(), from, bytes.len() as u64]);
+            *sent = sent.wrapping_add(1);
+            *copied_bytes += bytes.len() as u64;
+        });
+        self.ends.push_back(self.sent);
+        self.buffers.counts.atomic(0).store(self.sent, Ordering::Release);
+    }
+
+    /// Of the experts on their way, how many have come.
+    pub(super) fn come(&self) -> usize {
+        let done = self.buffers.counts.atomic(LINE).load(Ordering::Acquire);
+        self.ends.iter().take_while(|&&end| done.wrapping_sub(end) as i32 >= 0).count()
+    }
+
+    /// Forgets those that have come, and returns their number.
+    pub(super) fn take_come(&mut self) -> usize {
+        let n = self.come();
+        self.ends.drain(..n);
+        n
+    }
+
+    /// What a layer's `fetch` is given.
+    pub(super) fn limit(&self, layer: usize) -> Limit {
+        Limit { sent: self.buffers.counts.address(), limit: self.buffers.limits.address().add(layer) }
+    }
+
+    /// Enqueues the copies that were sent until the layer's sum had come, beside what follows in the compute stream.
+    pub(super) fn admit(&self, cuda: &Cuda, layer: usize) {
+        cuda.record(&self.fetched, &cuda.compute);
+        cuda.wait(&cuda.copy, &self.fetched);
+        let Buffers { ring, counts, limits, head } = &self.buffers;
+        launch!(cuda, &cuda.copy, kernels::admit, [ADMIT_BLOCKS, 1, 1];
+            ring.address().cast(), head.address(), limits.address().add(layer), head.address().add(1),
+            counts.address().add(LINE));
+        cuda.record(&self.admitted, &cuda.copy);
+    }
+
+    /// Lets the compute stream wait for all copies of the step.
+    pub(super) fn join(&self, cuda: &Cuda) {
+        cuda.wait(&cuda.compute, &self.admitted);
+    }
+
+    /// Bytes that were sent since the start.
+    pub(super) fn copied_bytes(&self) -> u64 {
+        self.copied_bytes
+    }
+}

@@ -1,0 +1,92 @@
+//! VRAM as a cache of experts: whatever it holds, and whatever comes and goes, answers stay what they are.
+//!
+//! Runs on a GPU, or on kernels/emulator where there is none.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use common::gpu::{device, need_gpu, on_gpu};
+use common::{Fixture, Run};
+use moebius::backend::batch::Batch;
+use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::experts::Traffic;
+use moebius::forward::block_pool::BlockPool;
+use moebius::load::{self, Loaded};
+
+fn open(fixture: &Fixture, cache: &std::path::Path, resident: usize) -> Loaded {
+    let config = EngineConfig {
+        cache_dir: Some(cache.into()),
+        max_context: Some(2048),
+        threads: Some(2),
+        experts: ExpertBits::Bf16,
+        dense: DenseBits::Bf16,
+        resident_experts: Some(resident),
+        ..Default::default()
+    };
+    load::load(&common::folder("test", &fixture.dir), &on_gpu(config), &|_| {}).unwrap()
+}
+
+/// Logits of `steps` steps of a sequence: first alone, then beside others that come, go, and read prompts in between.
+fn logits(loaded: &mut Loaded, steps: usize) -> Vec<Vec<f32>> {
+    let mut pool = BlockPool::new(loaded.kv_blocks);
+    let mut run = Run::new(&mut pool, steps);
+    let mut others: Vec<Run> = (0..4).map(|_| Run::new(&mut pool, 128)).collect();
+    let (mut batch, mut all, mut beside) = (Batch::default(), Vec::new(), 0);
+    for step in 0..steps {
+        if step > steps / 2 && step % 40 == 7 {
+            // Those that ran are cancelled, others begin.
+            beside = step / 40 % 5;
+            for (i, other) in others[..beside].iter_mut().enumerate() {
+                other.position = 0;
+                batch.clear();
+                other.push(&mut batch, &(0..20).map(|t| t * (i as u32 + 3) % 500).collect::<Vec<u32>>());
+                loaded.model.forward(&batch, None).unwrap();
+            }
+        }
+        // Topics of three tokens.
+        let token = (11 * (step / 50) + 7 * (step % 3)) as u32 % 500;
+        batch.clear();
+        let row = run.push(&mut batch, &[token]);
+        for (i, other) in others[..beside].iter_mut().enumerate() {
+            other.push(&mut batch, &[(token + 31 * i as u32) % 500]);
+        }
+        loaded.model.forward(&batch, None).unwrap();
+        all.push(loaded.model.logits(&[row]).unwrap().to_vec());
+    }
+    all
+}
+
+/// What an expert is computed by changes the rounding of its sums, to bf16 on the device and not at all on the CPU.
+#[test]
+fn a_thousand_steps_are_the_same_with_any_pool() {
+    need_gpu!();
+    let (fixture, cache) = (Fixture::open("qwen3_moe"), tempfile::tempdir().unwrap());
+    let steps = if device() == Some("a GPU") { 1000 } else { 200 };
+    let want = logits(&mut open(&fixture, cache.path(), 0), steps);
+    let rms = |v: &[f32]| (v.iter().map(|x| x * x).sum::<f32>() / v.len() as f32).sqrt();
+    for resident in [1, 2, 4, 8] {
+        let mut loaded = open(&fixture, cache.path(), resident);
+        let got = logits(&mut loaded, steps);
+        let off = got.iter().zip(&want).map(|(got, want)| {
+            let off: Vec<f32> = got.iter().zip(want).map(|(g, w)| g - w).collect();
+            rms(&off) / rms(want)
+        });
+        let off: Vec<f32> = off.collect();
+        // Where two experts are nearly as good, rounding may choose the other one.
+        let far = off.iter().filter(|&&off| off > 0.03).count();
+        let worst = off.iter().copied().fold(0.0, f32::max);
+        assert!(
+            far <= steps / 20 && worst < 0.5,
+            "{resident} of 8 experts: {far} steps of {steps} are off, by {worst}"
+        );
+        let Traffic { ram, link, vram, choices } = loaded.model.traffic();
+        match resident {
+            8 => assert_eq!((ram, choices.misses), (0, 0)),
+            _ => assert!(ram > 0 && link > 0 && vram > 0 && choices.hits > 0, "experts of all places are used"),
+        }
+        // Tokens that repeat find their experts: a list would hold its share.
+        let hits = choices.hit_rate().unwrap_or(1.0);
+        assert!(resident != 4 || hits > 0.52, "{resident} of 8 experts: {hits} of the choices are in VRAM");
+    }
+}
