@@ -70,7 +70,7 @@ fn main() {
         ..EngineConfig::default()
     };
     let started = Instant::now();
-    let loaded = load_shape(shape, value("layers").map(|n| n.parse().unwrap()), &config, &|_| {}).unwrap();
+    let loaded = load_shape(shape, (value("layers").map(|n| n.parse().unwrap()), None), &config, &|_| {}).unwrap();
     let engine = start_loaded(shape, loaded, &config, Vec::new(), started).unwrap();
 
     let (tokens, plain) = (number("tokens", 48), |_, request| request);

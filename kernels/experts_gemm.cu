@@ -5,10 +5,10 @@
 //   down      y[pair, hidden] = down_e h[i] + bias_e; rows of pairs not computed here are left alone
 //   combine   out[token] += sum_slot weight[token, slot] * y[pair] in order of slots, those whose expert is here
 //
-// x [tokens, hidden], h [pairs, intermediate] and y [pairs, hidden] are bf16, out [tokens, hidden] and sums f32. `f16`:
-// scales are, not bf16. hidden and intermediate: multiples of 32 and of the group (0 for bf16), for bf16 of 8. Weights
-// are read as they lie in the cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert, in
-// which down begins `down_at` bytes on.
+// x [tokens, hidden], h [pairs, intermediate] and y [pairs, hidden] are bf16, out [tokens, hidden] and sums f32. hidden
+// and intermediate: multiples of 32 and of the group or super-block, for bf16 of 8. Weights are read as they lie in the
+// cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert, in which down begins `down_at`
+// bytes on.
 //
 // Grouped kernels are named by the row of PACKED_SPANS (packed_tile.cuh) and the tile: int4_g64_t{16|32|64|128|192}.
 // The tile is the tile_tokens given to experts_sort. Any is correct for any number of tokens; choose it by the pairs of
@@ -28,7 +28,7 @@
 
 template <class S>
 __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* x,
-    bf16* h, int hidden, int intermediate, int group, bool f16, int top_k, const Epilogue& epilogue) {
+    bf16* h, int hidden, int intermediate, const Packing& packing, int top_k, const Epilogue& epilogue) {
     begin_kernel();
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
@@ -37,8 +37,8 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
     const bool ungated = S::TOKENS <= 128 && epilogue.activation.form == RELU_SQUARED;
     const int first_tile = blockIdx.x * BLOCK_TILES,
               count = (ungated ? 1 : 2) * div_ceil(intermediate, TILE_ROWS) - first_tile;
-    const uint8_t* weights =
-        reinterpret_cast<const uint8_t*>(experts[tile.x]) + (size_t)first_tile * tile_bytes<S::F>(hidden, group);
+    const uint8_t* weights = reinterpret_cast<const uint8_t*>(experts[tile.x]) +
+        (size_t)first_tile * tile_bytes_of<S::F>(hidden, packing).all;
     auto row_of = [&](int i) { return i < tokens ? pair_slot[tile.y + i] / top_k : -1; };
     // Tiles of gate and up take turns, so a lane has both of its rows.
     auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
@@ -75,19 +75,19 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
                 }
         }
     };
-    packed_gemm<S>(weights, count, hidden, group, f16, x, hidden, tokens, row_of, finish);
+    packed_gemm<S>(weights, count, hidden, packing, x, hidden, tokens, row_of, finish);
 }
 
 template <class S>
 __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* h,
-    bf16* y, int hidden, int intermediate, int group, bool f16, int down_at, const Epilogue& epilogue) {
+    bf16* y, int hidden, int intermediate, const Packing& packing, int down_at, const Epilogue& epilogue) {
     begin_kernel();
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
     if (tokens == 0) return;
     const int first_tile = blockIdx.x * BLOCK_TILES, count = div_ceil(hidden, TILE_ROWS) - first_tile;
     const uint8_t* weights = reinterpret_cast<const uint8_t*>(experts[tile.x]) + down_at +
-        (size_t)first_tile * tile_bytes<S::F>(intermediate, group);
+        (size_t)first_tile * tile_bytes_of<S::F>(intermediate, packing).all;
     auto row_of = [&](int i) { return i < tokens ? tile.y + i : -1; };
     auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
 #pragma unroll
@@ -107,23 +107,24 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
                 }
             }
     };
-    packed_gemm<S>(weights, count, intermediate, group, f16, h, intermediate, tokens, row_of, finish);
+    packed_gemm<S>(weights, count, intermediate, packing, h, intermediate, tokens, row_of, finish);
 }
 
 #define GROUPED_ARGUMENTS                                                                                              \
     const int4 *tiles, const int *pair_slot, const uint64_t *experts, const bf16 *from, bf16 *to, int hidden,          \
-        int intermediate, int group, int f16, int down_at, int top_k, const __grid_constant__ Epilogue epilogue
+        int intermediate, int down_at, int top_k, const __grid_constant__ Packing packing,                             \
+        const __grid_constant__ Epilogue epilogue
 #define GROUPED(format, F, SPAN, TOKENS, SHARED)                                                                       \
     static_assert(SHARED == GemmShape<F, SPAN, TOKENS>::SHARED_BYTES, "shared memory of " #format);                    \
     KERNEL_TILE(experts_gate_up_##format, TOKENS)                                                                      \
     KERNEL_BLOCKS(experts_gate_up_##format, GEMM_THREADS, gemm_blocks(F, TOKENS), SHARED, GROUPED_ARGUMENTS) {         \
-        gate_up<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,          \
-            Lines<F>::F16_SCALES && f16, top_k, epilogue);                                                             \
+        gate_up<GemmShape<F, SPAN, TOKENS>>(                                                                           \
+            tiles, pair_slot, experts, from, to, hidden, intermediate, packing, top_k, epilogue);                      \
     }                                                                                                                  \
     KERNEL_TILE(experts_down_##format, TOKENS)                                                                         \
     KERNEL_BLOCKS(experts_down_##format, GEMM_THREADS, gemm_blocks(F, TOKENS), SHARED, GROUPED_ARGUMENTS) {            \
-        down<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,             \
-            Lines<F>::F16_SCALES && f16, down_at, epilogue);                                                           \
+        down<GemmShape<F, SPAN, TOKENS>>(                                                                              \
+            tiles, pair_slot, experts, from, to, hidden, intermediate, packing, down_at, epilogue);                    \
     }
 #define GROUPED_TILES(format, F, SPAN, SHARED_16, SHARED_32, SHARED_64, SHARED_128)                                    \
     GROUPED(format##_t16, F, SPAN, 16, SHARED_16)                                                                      \
@@ -137,13 +138,13 @@ PACKED_SPANS(GROUPED_TILES)
     KERNEL_TILE(experts_gate_up_##format##_t192, 192)                                                                  \
     KERNEL_BLOCKS(experts_gate_up_##format##_t192, GEMM_THREADS, 2, SHARED, GROUPED_ARGUMENTS)                         \
     WITH_WGMMA(SHARED, (GemmShape<F, SPAN, 192>::SHARED_BYTES),                                                        \
-        (gate_up<GemmShape<F, SPAN, 192>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,            \
-            Lines<F>::F16_SCALES && f16, top_k, epilogue)))                                                            \
+        (gate_up<GemmShape<F, SPAN, 192>>(                                                                             \
+            tiles, pair_slot, experts, from, to, hidden, intermediate, packing, top_k, epilogue)))                     \
     KERNEL_TILE(experts_down_##format##_t192, 192)                                                                     \
     KERNEL_BLOCKS(experts_down_##format##_t192, GEMM_THREADS, 2, SHARED, GROUPED_ARGUMENTS)                            \
     WITH_WGMMA(SHARED, (GemmShape<F, SPAN, 192>::SHARED_BYTES),                                                        \
-        (down<GemmShape<F, SPAN, 192>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,               \
-            Lines<F>::F16_SCALES && f16, down_at, epilogue)))
+        (down<GemmShape<F, SPAN, 192>>(                                                                                \
+            tiles, pair_slot, experts, from, to, hidden, intermediate, packing, down_at, epilogue)))
 GROUPED_WIDE(int4_g64, INT4, 64, 115712)
 GROUPED_WIDE(int4_g32, INT4, 32, 87552)
 GROUPED_WIDE(int8_g64, INT8, 64, 99072)

@@ -9,9 +9,9 @@
 // A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. ids and weights [tokens, top_k]; x,
 // h bf16; out f32; top_k <= 32. The products of a tile with one vector run on the tensor cores (packed_gemv.cuh), with
 // all of a warp's loads on their way before the first is used. `down` reads routing and weights before the kernel in
-// front of it has ended: gate_up must stand between it and the kernel that wrote ids, weights and experts. `f16`:
-// scales are, not bf16; `group` 32, 64 or 128 (0 for bf16); `down_at`: where down begins in an expert, in bytes. hidden
-// and intermediate: multiples of 32 and of the group, for bf16 of 8.
+// front of it has ended: gate_up must stand between it and the kernel that wrote ids, weights and experts. `down_at`:
+// where down begins in an expert, in bytes. hidden and intermediate: multiples of 32 and of the group or super-block,
+// for bf16 of 8.
 //
 //   experts_gate_up_gemv_{row of PACKED_FORMATS}   grid (ceil(rows of gate / TILE_ROWS), tokens * top_k)
 //   experts_down_gemv_{row of PACKED_FORMATS}      grid (ceil(hidden / TILE_ROWS), tokens)
@@ -30,7 +30,7 @@ struct At {
 
 template <Format F, int DEPTH>
 __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts, const bf16* x, bf16* h, int hidden,
-    int intermediate, int group, bool f16, int num_experts, int top_k, const Epilogue& epilogue) {
+    int intermediate, const Packing& packing, int num_experts, int top_k, const Epilogue& epilogue) {
     __shared__ float part[GATE_UP_WARPS][TILE_ROWS];
     const int pair = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     begin_kernel();
@@ -39,11 +39,11 @@ __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts,
     const uint8_t* expert = reinterpret_cast<const uint8_t*>(experts[e]);
     if (!expert) return;
     // Even warps have gate, odd ones up.
-    const uint8_t* tile = expert + (size_t)(2 * blockIdx.x + warp % 2) * tile_bytes<F>(hidden, group);
+    const uint8_t* tile = expert + (size_t)(2 * blockIdx.x + warp % 2) * tile_bytes_of<F>(hidden, packing).all;
     const bf16* row = x + (size_t)(pair / top_k) * hidden;
     float sum[1][4] = {};
     gemv_units<F, 1, DEPTH>(
-        warp / 2, GATE_UP_WARPS / 2, div_ceil(hidden, UNIT), hidden, group, f16,
+        warp / 2, GATE_UP_WARPS / 2, div_ceil(hidden, UNIT), hidden, packing,
         [&](int i) { return At{tile, i, {row}, 1.0f}; }, [] {}, sum);
     if (lane < 16 && lane % 4 == 0) {
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts,
 
 template <Format F, int DEPTH>
 __device__ __forceinline__ void down(const int* ids, const float* weights, const uint64_t* experts, const bf16* h,
-    float* out, int hidden, int intermediate, int group, bool f16, int down_at, int num_experts, int top_k,
+    float* out, int hidden, int intermediate, const Packing& packing, int down_at, int num_experts, int top_k,
     const Epilogue& epilogue) {
     __shared__ float part[DOWN_WARPS][TILE_ROWS];
     const int token = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         if (e >= 0 && e < num_experts) expert = __ldcg(experts + e);
     }
     uint32_t here = __ballot_sync(ALL_LANES, expert != 0);
-    if (here == 0) {
+    if (here == 0) { // as all warps know
         begin_kernel();
         return;
     }
@@ -95,7 +95,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     expert = __shfl_sync(ALL_LANES, expert, slot);
     weight = __shfl_sync(ALL_LANES, weight, slot);
     e = __shfl_sync(ALL_LANES, e, slot);
-    const size_t tile_at = down_at + (size_t)blockIdx.x * tile_bytes<F>(intermediate, group);
+    const size_t tile_at = down_at + (size_t)blockIdx.x * tile_bytes_of<F>(intermediate, packing).all;
     const bf16* rows = h + (size_t)token * top_k * intermediate;
     float sum[1][4] = {};
     auto locate = [&](int i) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         return At{reinterpret_cast<const uint8_t*>(from), i - s * units, {rows + (size_t)row * intermediate},
             __shfl_sync(ALL_LANES, weight, s)};
     };
-    gemv_units<F, 1, DEPTH>(warp, DOWN_WARPS, slots * units, intermediate, group, f16, locate, begin_kernel, sum);
+    gemv_units<F, 1, DEPTH>(warp, DOWN_WARPS, slots * units, intermediate, packing, locate, begin_kernel, sum);
     if (lane < 16 && lane % 4 == 0) {
 #pragma unroll
         for (int r = 0; r < 4; r++) part[warp][lane + r] = sum[0][r];
@@ -129,19 +129,18 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
 }
 
 #define EXPERTS_GATE_UP_ARGUMENTS                                                                                      \
-    const int *ids, const uint64_t *experts, const bf16 *x, bf16 *h, int hidden, int intermediate, int group, int f16, \
-        int num_experts, int top_k, const __grid_constant__ Epilogue epilogue
+    const int *ids, const uint64_t *experts, const bf16 *x, bf16 *h, int hidden, int intermediate, int num_experts,    \
+        int top_k, const __grid_constant__ Packing packing, const __grid_constant__ Epilogue epilogue
 #define EXPERTS_DOWN_ARGUMENTS                                                                                         \
     const int *ids, const float *weights, const uint64_t *experts, const bf16 *h, float *out, int hidden,              \
-        int intermediate, int group, int f16, int down_at, int num_experts, int top_k,                                 \
+        int intermediate, int down_at, int num_experts, int top_k, const __grid_constant__ Packing packing,            \
         const __grid_constant__ Epilogue epilogue
 #define GEMV(format, F)                                                                                                \
     KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, 0, EXPERTS_GATE_UP_ARGUMENTS) {                             \
-        gate_up<F, Unit<F>::DEPTH>(ids, experts, x, h, hidden, intermediate, group, Lines<F>::F16_SCALES && f16,       \
-            num_experts, top_k, epilogue);                                                                             \
+        gate_up<F, Unit<F>::DEPTH>(ids, experts, x, h, hidden, intermediate, packing, num_experts, top_k, epilogue);   \
     }                                                                                                                  \
     KERNEL(experts_down_gemv_##format, DOWN_THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                      \
-        down<F, Unit<F>::DEPTH + 1>(ids, weights, experts, h, out, hidden, intermediate, group,                        \
-            Lines<F>::F16_SCALES && f16, down_at, num_experts, top_k, epilogue);                                       \
+        down<F, Unit<F>::DEPTH + 1>(                                                                                   \
+            ids, weights, experts, h, out, hidden, intermediate, packing, down_at, num_experts, top_k, epilogue);      \
     }
 PACKED_FORMATS(GEMV)

@@ -12,17 +12,21 @@
 //   many, Hopper   a warp brings 2 tiles, scaled; the tensor cores read the tokens of the four from shared memory
 //                  (wgmma)
 //
+// Weights of ANY_ROW come through registers: each warp reads a unit of 2 tiles (packed_rows.cuh) while the stage before
+// is multiplied, and writes the weights, scaled, as rows of bf16 to shared memory. There they are what the tokens are,
+// so that no product depends on a format.
+//
 // Chunks of 16 bytes are stored so that neither the lines (8-byte reads: two rows of lines t, t + 4, ...) nor the rows
 // (16-byte reads: 8 inputs) meet in a bank.
 #pragma once
-#include "packed_tile.cuh"
+#include "packed_rows.cuh"
 
 constexpr int GEMM_THREADS = 128, BLOCK_TILES = 8;
 
 // Blocks to a multiprocessor that registers shall suffice for.
 constexpr int gemm_blocks(Format format, int tokens) {
     const int blocks = tokens <= 32 ? 4 : tokens <= 64 ? 3 : 2;
-    return is_counted(format) && (tokens == 32 || tokens == 64) ? blocks - 1 : blocks;
+    return format == ANY_ROW && tokens <= 64 ? blocks - 1 : blocks;
 }
 
 // Faster than mma from here on, for all formats.
@@ -34,36 +38,31 @@ constexpr bool use_wgmma(int) { return false; }
 
 // With more, fewer blocks have room; on cards other than Hopper a block has 99 KB at most.
 constexpr int gemm_stages(Format format, int span, int tokens) {
-    if (is_counted(format)) return 4;
+    if (format == ANY_ROW) return tokens > 64 && !use_wgmma(tokens) ? 3 : 4;
     if (tokens > 128) return format == INT4 && span == 64 ? 4 : 3;
     if (has_4_bits(format)) return !use_wgmma(tokens) ? 4 : tokens == 64 ? 6 : 5;
     return tokens == 16 ? 4 : 3;
-}
-
-template <Format F> constexpr int scales_of_stage(int k, int span) {
-    if constexpr (Lines<F>::COUNTED) return Counts<F>::HEAD + k / Counts<F>::GROUP * Counts<F>::RECORD;
-    return k / span * 32;
 }
 
 // SPAN: inputs that share a scale for certain, 32 for groups of 32 and 64 for groups of 64 and 128.
 template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr Format F = F_;
     static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, SPAN, TOKENS),
-                         K = F == BF16 || TOKENS >= 64 ? 64 : 128;
-    static constexpr bool WGMMA = use_wgmma(TOKENS), SCALE_SUMS = F != BF16 && SPAN == 64 && TOKENS == 16;
-    // A stage's scales of a tile: of spans; counted: the super-block's head, then records.
-    static constexpr int SCALES = F == BF16 ? 0 : scales_of_stage<F>(K, SPAN);
+                         K = F == BF16 || F == ANY_ROW || TOKENS >= 64 ? 64 : 128;
+    static constexpr bool ROWS = F == ANY_ROW, WGMMA = use_wgmma(TOKENS),
+                          SCALE_SUMS = F != BF16 && !ROWS && SPAN == 64 && TOKENS == 16;
     static constexpr int WARPS_N = TOKENS == 128 && !WGMMA ? 2 : 1, WARPS_M = 4 / WARPS_N;
     static constexpr int WARP_TILES = BLOCK_TILES / WARPS_M, WARP_TOKENS = TOKENS / WARPS_N, COLUMNS = WARP_TOKENS / 8;
     static constexpr int TOKENS_STEP = TOKENS > 64 ? 32 : 16; // between sizes of a wgmma
-    static constexpr int LINES = K / K_BLOCK * Lines<F>::PER_BLOCK, TILE_BYTES = LINES * LINE_BYTES;
-    static constexpr int SPANS = F == BF16 ? 0 : K / SPAN;
-    static_assert(SCALES % 16 == 0, "copies of 16 bytes");
-    // Shared memory: the rows of all stages, which wgmma wants aligned to 1024 bytes, then the lines, then the scales.
+    static constexpr int LINES = K / K_BLOCK * Lines<F>::PER_BLOCK,
+                         TILE_BYTES = ROWS ? TILE_ROWS * K * 2 : LINES * LINE_BYTES;
+    static constexpr int SPANS = F == BF16 || ROWS ? 0 : K / SPAN;
+    // Shared memory: the rows of all stages, which wgmma wants aligned to 1024 bytes, then the lines, of ANY_ROW the
+    // weights of two stages, then the scales or the grid.
     static constexpr int ROWS_BYTES = TOKENS * K * 2, LINES_BYTES = BLOCK_TILES * TILE_BYTES,
-                         SCALES_BYTES = BLOCK_TILES * SCALES;
-    static constexpr int LINES_AT = STAGES * ROWS_BYTES, SCALES_AT = LINES_AT + STAGES * LINES_BYTES,
-                         SHARED_BYTES = SCALES_AT + STAGES * SCALES_BYTES;
+                         SCALES_BYTES = BLOCK_TILES * SPANS * 32;
+    static constexpr int LINES_AT = STAGES * ROWS_BYTES, SCALES_AT = LINES_AT + (ROWS ? 2 : STAGES) * LINES_BYTES,
+                         SHARED_BYTES = SCALES_AT + (ROWS ? 4096 : STAGES * SCALES_BYTES);
     static_assert(SHARED_BYTES <= 99 << 10 || WGMMA, "what every card has");
 
     struct Stage {
@@ -93,7 +92,7 @@ __device__ __forceinline__ void stage_weights(const typename S::Stage& stage, in
     uint2 raw[Lines<S::F>::PER_LANE];
 #pragma unroll
     for (int l = 0; l < Lines<S::F>::PER_LANE; l++) {
-        const uint32_t at = (b * Lines<S::F>::PER_BLOCK + lane_line<S::F>(t, l)) * LINE_BYTES + g * 8;
+        const uint32_t at = (b * Lines<S::F>::PER_BLOCK + t * Lines<S::F>::PER_LANE + l) * LINE_BYTES + g * 8;
         raw[l] = *reinterpret_cast<const uint2*>(stage.lines + tile * S::TILE_BYTES + swizzle_line<S::F>(at));
     }
     tile_operand<S::F, EXACT>(raw, a);
@@ -102,23 +101,76 @@ template <class S> __device__ __forceinline__ uint4 stage_inputs(const typename 
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
     return *reinterpret_cast<const uint4*>(stage.rows + (row + g) * S::K * 2 + swizzle_row<S>(g, 4 * b + t));
 }
-// Scales of rows 2g and 2g + 1 of a tile.
-// Of counted formats those of a group.
-template <class S>
-__device__ __forceinline__ RowScales stage_counted(const typename S::Stage& stage, int tile, int group) {
-    constexpr Format F = S::F;
-    const int g = threadIdx.x % WARP / 4;
-    const unsigned char* head = stage.scales + tile * S::SCALES;
-    auto at = [&](uint16_t, int i) -> uint32_t {
-        return *reinterpret_cast<const uint16_t*>(head + Counts<F>::HEAD + group * Counts<F>::RECORD + i);
-    };
-    uint32_t scale, offset;
-    counts<F, uint16_t>(2 * g, at, scale, offset);
-    const float2 d = scales_f32(*reinterpret_cast<const uint32_t*>(head + 4 * g), true);
-    const float2 dmin = Counts<F>::OFFSETS ? scales_f32(*reinterpret_cast<const uint32_t*>(head + 32 + 4 * g), true)
-                                           : make_float2(0.0f, 0.0f);
-    return {counted_scale<F>(d.x, dmin.x, scale, offset, 0), counted_scale<F>(d.y, dmin.y, scale, offset, 1)};
+
+// Where 8 weights of ANY_ROW lie: row r of a tile is row r / 2 + r % 2 * 8 here, as the instructions count. The places
+// of chunks make reads of a row's chunks, of a chunk's words, and writes of a unit meet in no bank.
+__device__ __forceinline__ int swizzle_weights(int row, int chunk) {
+    const int moved = ((row ^ row >> 1) & 1) * 4 | (row & 2) | (row >> 2 & 1);
+    return row * 128 + (chunk ^ moved) * 16;
 }
+
+// The tiles of ANY_ROW that a block multiplies.
+struct RowBand {
+    const uint8_t* weights;
+    TileBytes bytes;
+    int tiles, k, group_shift;
+};
+
+// A warp's two units of a stage.
+__device__ __forceinline__ void load_units(RowUnit (&units)[2], const RowBand& band, int stage, int format) {
+    const int tile = threadIdx.x / WARP * 2;
+    with_row(format, [&](auto f) {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            load_row_unit<decltype(f)::value, 1>(units[i], band.weights + (size_t)(tile + i) * band.bytes.all, stage,
+                tile + i < band.tiles ? band.k : 0, band.group_shift, band.bytes.scales);
+    });
+}
+
+// Their weights, scaled and rounded once, to shared memory.
+template <class S>
+__device__ __forceinline__ void store_units(
+    unsigned char* to, const RowUnit (&units)[2], const uint32_t* grid, const Packing& packing) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, tile = threadIdx.x / WARP * 2;
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+        const RowUnit unit = i ? units[1] : units[0];
+        uint32_t four[4][2];
+        float2 scale[4];
+        float bias = 0.0f; // of codes that are floats: 0
+        with_row(packing.format, [&](auto f) {
+            constexpr Format F = decltype(f)::value;
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                row_codes<F>(unit, r, grid, four[r]);
+                scale[r] = row_scale<F>(unit, 0, r, packing.f16);
+            }
+            bias = RowOf<F>::ROW.codes == OF_E4M3 ? 0.0f : 0x1p23f + RowOf<F>::BIAS;
+        });
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            uint32_t weights[4];
+#pragma unroll
+            for (int p = 0; p < 4; p++) {
+                float w[2];
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const int byte = p % 2 * 2 + j;
+                    const uint32_t codes = four[r][p / 2];
+                    w[j] = bias == 0.0f ? e4m3_above(codes << (24 - 8 * byte))
+                                        : __uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7440 + byte)) - bias;
+                    w[j] = w[j] * scale[r].x + scale[r].y;
+                }
+                weights[p] = pack_bf16(w[0], w[1]);
+            }
+            const int row = g % 4 * 2 + r / 2 + r % 2 * 8; // 4q + r
+            *reinterpret_cast<uint4*>(to + (tile + i) * S::TILE_BYTES + swizzle_weights(row, g / 4 * 4 + t)) =
+                make_uint4(weights[0], weights[1], weights[2], weights[3]);
+        }
+    }
+}
+
+// Scales of rows 2g and 2g + 1 of a tile.
 template <class S>
 __device__ __forceinline__ uint32_t stage_scales(const typename S::Stage& stage, int tile, int span) {
     return *reinterpret_cast<const uint32_t*>(
@@ -135,15 +187,19 @@ __device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& 
         uint32_t a[S::WARP_TILES][2][4];
 #pragma unroll
         for (int i = 0; i < S::WARP_TILES; i++) {
-            stage_weights<S, true>(stage, tile + i, b, a[i]);
-            if constexpr (Lines<S::F>::COUNTED) {
-                // Of groups of 16, a lane's inputs are of one.
-                const int group = b * K_BLOCK / S::SPAN + (S::SPAN == 16 ? threadIdx.x % 4 / 2 : 0);
-                const RowScales scales = stage_counted<S>(stage, tile + i, group);
-                scale_counted<Counts<S::F>::OFFSETS>(a[i][0], scales);
-                scale_counted<Counts<S::F>::OFFSETS>(a[i][1], scales);
-            } else if constexpr (S::F != BF16) {
-                scale_operand(a[i], stage_scales<S>(stage, tile + i, b * K_BLOCK / S::SPAN), f16);
+            if constexpr (S::ROWS) {
+                const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const uint4 row = *reinterpret_cast<const uint4*>(
+                        stage.lines + (tile + i) * S::TILE_BYTES + swizzle_weights(g + 8 * half, 4 * b + t));
+                    a[i][0][half] = row.x, a[i][0][half + 2] = row.y;
+                    a[i][1][half] = row.z, a[i][1][half + 2] = row.w;
+                }
+            } else {
+                stage_weights<S, true>(stage, tile + i, b, a[i]);
+                if constexpr (S::F != BF16)
+                    scale_operand(a[i], stage_scales<S>(stage, tile + i, b * K_BLOCK / S::SPAN), f16);
             }
         }
 #pragma unroll
@@ -213,37 +269,32 @@ template <class S, int N>
 __device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::Stage& stage, bool f16) {
     static_assert(S::K == 64 && S::WARP_TILES == 2, "rows of 128 bytes; 64 rows of weights to a product");
     constexpr int HALF = Lines<S::F>::PER_BLOCK / 4, STEPS = S::K / 16; // lines of 8 inputs; products of 16
-    constexpr int BLOCK = Lines<S::F>::PER_BLOCK;
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, tile = threadIdx.x / WARP * 2;
     // Lane (g, t) brings inputs 2t, 2t + 1, 2t + 8, 2t + 9 of a product: rows in shared memory are read in the
     // instruction's own order.
     const unsigned char* lines = stage.lines + tile * S::TILE_BYTES;
-    const uint32_t own = (Lines<S::F>::FOUR_BITS || Lines<S::F>::COUNTED ? 0
-                                 : S::F == INT8                          ? t / 2
-                                                                         : t) *
-            LINE_BYTES +
-        g * 8;
+    const uint32_t own = (Lines<S::F>::FOUR_BITS ? 0 : S::F == INT8 ? t / 2 : t) * LINE_BYTES + g * 8;
     uint2 raw[2][2]; // of the tiles: rows 2g and 2g + 1, in both halves of the inputs
-    [[maybe_unused]] uint2 upper[2];
     auto load = [&](int step) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            auto line = [&](int line) {
-                const uint32_t at = line * LINE_BYTES + own;
-                return *reinterpret_cast<const uint2*>(lines + i * S::TILE_BYTES + swizzle_line<S::F>(at));
-            };
+        for (int i = 0; i < 2; i++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                raw[i][half] = line(S::F == Q6_K ? step * 3 + half
-                        : S::F == Q5_K           ? step / 2 * BLOCK + step % 2 * 2 + half
-                                                 : (2 * step + half) * HALF);
-            if constexpr (S::F == Q5_K || S::F == Q6_K)
-                upper[i] = line(S::F == Q6_K ? step * 3 + 2 : step / 2 * BLOCK + 4);
-        }
+            for (int half = 0; half < 2; half++) {
+                const unsigned char* of_tile = lines + i * S::TILE_BYTES;
+                if constexpr (S::ROWS) {
+                    auto word = [&](int row) {
+                        return *reinterpret_cast<const uint32_t*>(
+                            of_tile + swizzle_weights(row, 2 * step + half) + 4 * t);
+                    };
+                    raw[i][half] = make_uint2(word(g), word(g + 8));
+                } else {
+                    const uint32_t at = (2 * step + half) * HALF * LINE_BYTES + own;
+                    raw[i][half] = *reinterpret_cast<const uint2*>(of_tile + swizzle_line<S::F>(at));
+                }
+            }
     };
     load(0);
     [[maybe_unused]] uint32_t scales[2] = {};
-    [[maybe_unused]] RowScales counted[2];
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         uint32_t a[2][4];
@@ -251,20 +302,14 @@ __device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::S
         for (int i = 0; i < 2; i++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                if constexpr (Lines<S::F>::COUNTED) {
-                    // Of the block; of half of it with Q6_K, whose upper bits are of 16 inputs.
-                    const int run = (S::F == Q5_K ? step % 2 * 4 : 0) + half * 2 + t / 2;
-                    a[i][2 * half] = pair_of<S::F>(raw[i][half].x, upper[i].x, run, t);
-                    a[i][2 * half + 1] = pair_of<S::F>(raw[i][half].y, upper[i].y, run, t);
+                if constexpr (S::ROWS) {
+                    a[i][2 * half] = raw[i][half].x, a[i][2 * half + 1] = raw[i][half].y;
                 } else {
                     a[i][2 * half] = packed_pair<S::F>(raw[i][half].x, t);
                     a[i][2 * half + 1] = packed_pair<S::F>(raw[i][half].y, t);
                 }
             }
-            if constexpr (Lines<S::F>::COUNTED) {
-                if (step * 16 % S::SPAN == 0) counted[i] = stage_counted<S>(stage, tile + i, step * 16 / S::SPAN);
-                scale_counted<Counts<S::F>::OFFSETS>(a[i], counted[i]);
-            } else if constexpr (S::F != BF16) {
+            if constexpr (S::F != BF16 && !S::ROWS) {
                 if (step * 16 % S::SPAN == 0) scales[i] = stage_scales<S>(stage, tile + i, step * 16 / S::SPAN);
                 scale_rows(a[i], scales[i], f16);
             }
@@ -284,21 +329,23 @@ __device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::S
 // finish(acc, tile, token, row) in every warp with its sums: fragments of tiles x columns, from `tile` and `token` of
 // the block on; of a tile, a lane has `row` and `row` + 1 where the instruction says g and g + 8.
 template <class S, class RowOf, class Finish>
-__device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, int k, int group, bool f16,
+__device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, int k, const Packing& packing,
     const bf16* x, int x_pitch, int tokens, RowOf row_of, Finish finish) {
     DYNAMIC_SHARED_ALIGNED(unsigned char, shared, 1024);
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
-    const uint32_t tile_stride = tile_bytes<S::F>(k, group), codes = scale_bytes<S::F>(k, group);
-    [[maybe_unused]] const int group_shift = S::F == BF16 || Lines<S::F>::COUNTED ? 0 : 31 - __clz(group);
+    const TileBytes bytes = tile_bytes_of<S::F>(k, packing);
+    const uint32_t tile_stride = bytes.all, codes = bytes.scales;
+    [[maybe_unused]] const int group_shift = packing.group ? 31 - __clz(packing.group) : 0;
+    const bool f16 = Lines<S::F>::F16_SCALES && packing.f16;
 
     // What this thread copies of each stage: the same chunk of every so many tiles, where that goes evenly.
     constexpr int TILE_CHUNKS = S::TILE_BYTES / 16, TILE_STEP = GEMM_THREADS / TILE_CHUNKS,
-                  TILE_COPIES = TILE_STEP ? BLOCK_TILES / TILE_STEP : 0;
-    constexpr bool EVEN = GEMM_THREADS % TILE_CHUNKS == 0;
+                  TILE_COPIES = BLOCK_TILES / TILE_STEP;
+    static_assert(GEMM_THREADS % TILE_CHUNKS == 0, "chunks are dealt out evenly");
     const int chunk = tid % TILE_CHUNKS, chunk_tile = tid / TILE_CHUNKS,
               chunk_k = chunk / (Lines<S::F>::PER_BLOCK * 4) * K_BLOCK;
-    const uint8_t* chunk_from = weights + (size_t)chunk_tile * tile_stride + codes + chunk * 16;
-    const uint32_t chunk_to = chunk_tile * S::TILE_BYTES + swizzle_line<S::F>(chunk * 16);
+    [[maybe_unused]] const uint8_t* chunk_from = weights + (size_t)chunk_tile * tile_stride + codes + chunk * 16;
+    [[maybe_unused]] const uint32_t chunk_to = chunk_tile * S::TILE_BYTES + swizzle_line<S::F>(chunk * 16);
 
     constexpr int ROW_CHUNKS = S::K / 8, ROW_STEP = GEMM_THREADS / ROW_CHUNKS, ROW_COPIES = S::TOKENS / ROW_STEP;
     static_assert(ROW_COPIES * ROW_STEP == S::TOKENS && ROW_STEP % (S::WGMMA ? 8 : 2) == 0,
@@ -314,7 +361,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
 
     auto copy_stage = [&](int k0, int slot) {
         const typename S::Stage to = S::stage(shared, slot);
-        if constexpr (EVEN) {
+        if constexpr (!S::ROWS) {
             const bool lines_there = k0 + chunk_k < k;
             const uint8_t* from = chunk_from + (size_t)(k0 / K_BLOCK) * (Lines<S::F>::PER_BLOCK * LINE_BYTES);
 #pragma unroll
@@ -323,29 +370,8 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
                 copy_async_16(to.lines + chunk_to + i * TILE_STEP * S::TILE_BYTES,
                     there ? from + (size_t)(i * TILE_STEP) * tile_stride : weights, there);
             }
-        } else {
-            const uint8_t* from = weights + codes + (size_t)(k0 / K_BLOCK) * (Lines<S::F>::PER_BLOCK * LINE_BYTES);
-#pragma unroll
-            for (int i = tid; i < BLOCK_TILES * TILE_CHUNKS; i += GEMM_THREADS) {
-                const int tile = i / TILE_CHUNKS, at = i % TILE_CHUNKS;
-                const bool there = tile < tiles && k0 + at / (Lines<S::F>::PER_BLOCK * 4) * K_BLOCK < k;
-                copy_async_16(to.lines + tile * S::TILE_BYTES + swizzle_line<S::F>(at * 16),
-                    there ? from + (size_t)tile * tile_stride + at * 16 : weights, there);
-            }
         }
-        if constexpr (Lines<S::F>::COUNTED) {
-            using C = Counts<S::F>;
-            constexpr int CHUNKS = S::SCALES / 16;
-            // A stage is of one super-block, and whole: k is a multiple of 256.
-            const uint8_t* from = weights + (size_t)(k0 / C::SUPER_BLOCK) * C::BYTES;
-            const int records = k0 % C::SUPER_BLOCK / C::GROUP * C::RECORD;
-            for (int i = tid; i < BLOCK_TILES * CHUNKS; i += GEMM_THREADS) {
-                const int tile = i / CHUNKS, at = i % CHUNKS * 16;
-                const bool there = tile < tiles && k0 < k;
-                copy_async_16(to.scales + tile * S::SCALES + at,
-                    there ? from + (size_t)tile * tile_stride + at + (at < C::HEAD ? 0 : records) : weights, there);
-            }
-        } else if (S::SPANS && tid < BLOCK_TILES * S::SPANS * 2) {
+        if (S::SPANS && tid < BLOCK_TILES * S::SPANS * 2) {
             constexpr int SPANS = S::SPANS ? S::SPANS : 1;
             const int tile = tid / (SPANS * 2), at = k0 + tid / 2 % SPANS * S::SPAN;
             const bool there = at < k && tile < tiles;
@@ -362,6 +388,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
         }
     };
 
+    [[maybe_unused]] uint32_t* grid = reinterpret_cast<uint32_t*>(shared + S::SCALES_AT);
     Sums<S> acc;
 #pragma unroll
     for (int i = 0; i < S::WARP_TILES; i++)
@@ -380,13 +407,29 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
             copy_async_commit();
         }
         int read = 0, write = AHEAD;
+        [[maybe_unused]] RowUnit units[2];
+        auto load = [&](int s) {
+            if constexpr (S::ROWS) load_units(units, RowBand{weights, bytes, tiles, k, group_shift}, s, packing.format);
+        };
+        load(0);
+        if constexpr (S::ROWS) {
+            copy_grid(grid, packing.grid, grid_words(packing.format));
+            __syncthreads();
+        }
         for (int s = 0; s < steps; s++) {
+            if constexpr (S::ROWS) {
+                // The stage before the last one had this place: all have read it.
+                store_units<S>(shared + S::LINES_AT + s % 2 * S::LINES_BYTES, units, grid, packing);
+                if (s + 1 < steps) load(s + 1);
+            }
             copy_async_wait<AHEAD - 1>();
             if (S::WGMMA) shared_to_async();
             __syncthreads();
             if (s + AHEAD < steps) copy_stage((s + AHEAD) * S::K, write);
             copy_async_commit();
-            multiply_stage(S::stage(shared, read));
+            typename S::Stage stage = S::stage(shared, read);
+            if constexpr (S::ROWS) stage.lines = shared + S::LINES_AT + s % 2 * S::LINES_BYTES;
+            multiply_stage(stage);
             read = read + 1 == S::STAGES ? 0 : read + 1;
             write = write + 1 == S::STAGES ? 0 : write + 1;
         }
@@ -408,7 +451,8 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
             else if constexpr (N < S::TOKENS)
                 next(Constant<N + S::TOKENS_STEP>{}, next);
         };
-        fewest(Constant<S::TOKENS / 2>{}, fewest);
+        // One size of ANY_ROW: its decoders are long.
+        fewest(Constant<S::ROWS ? S::TOKENS : S::TOKENS / 2>{}, fewest);
     } else
 #endif
         if constexpr (S::SCALE_SUMS) {

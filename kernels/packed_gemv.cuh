@@ -9,53 +9,66 @@
 // its blocks. Codes meet the activations as integers; scales are applied to the sums, in f32, and offsets to the sums
 // of the inputs.
 #pragma once
-#include "packed_tile.cuh"
+#include "packed_rows.cuh"
 
 constexpr int UNIT = 64;
 
-template <Format F> struct Unit {
+template <Format F, bool ROW = is_row(F)> struct Unit {
     static constexpr int LOADS = Lines<F>::PER_LANE;
-    static constexpr int DEPTH =
-        Lines<F>::COUNTED ? 4 : 8 / LOADS; // of a warp on their way at a time: as many as registers allow
-    // Groups of 16 are two of a block: lanes t = 0, 1 and 2, 3 bring their inputs.
-    static constexpr int PARTS = F == Q6_K ? 2 : 1;
+    static constexpr int DEPTH = 8 / LOADS; // of a warp on their way at a time: as many as registers allow
+    static constexpr int PARTS = 1, GRID_WORDS = 0;
+    static constexpr bool OFFSETS = false;
     uint4 lines[LOADS];
-    uint2 scales; // of the four rows; counted: d
-    uint2 dmin;
-    uint32_t counts[PARTS], offsets[PARTS];
-    bool there;
+    uint2 scales; // of the four rows
+};
+template <Format F> struct Unit<F, true> : RowUnit {
+    using R = RowOf<F>;
+    static constexpr int DEPTH = R::LOADS == 1 ? 4 : R::LOADS == 2 ? 3 : 2;
+    // Groups of 16 are two of a block: lanes t = 0, 1 and 2, 3 bring their inputs.
+    static constexpr int PARTS = R::PARTS, GRID_WORDS = R::GRID_WORDS;
+    static constexpr bool OFFSETS = R::ROW.offsets;
 };
 
 // This lane's part of unit `u` of a tile. Blocks beyond k are zero.
 template <Format F>
 __device__ __forceinline__ void load_unit(
     Unit<F>& unit, const uint8_t* tile, int u, int k, int group_shift, uint32_t codes) {
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, block = 2 * u + g / 4;
-    unit.there = block * K_BLOCK < k;
-    const uint8_t* from = tile + codes + (size_t)block * (Lines<F>::PER_BLOCK * LINE_BYTES) + g % 4 * 16;
+    if constexpr (is_row(F)) {
+        load_row_unit<F, Unit<F>::PARTS>(unit, tile, u, k, group_shift, codes);
+    } else {
+        const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, block = 2 * u + g / 4;
+        const bool there = block * K_BLOCK < k;
+        const uint8_t* from = tile + codes + (size_t)block * (Lines<F>::PER_BLOCK * LINE_BYTES) + g % 4 * 16;
 #pragma unroll
-    for (int i = 0; i < Unit<F>::LOADS; i++)
-        unit.lines[i] = unit.there
-            ? load_streaming(reinterpret_cast<const uint4*>(from + lane_line<F>(t, i) * LINE_BYTES))
-            : make_uint4(0, 0, 0, 0);
-    if constexpr (Lines<F>::COUNTED) {
-        using C = Counts<F>;
-        const uint8_t* head = tile + (size_t)(block * K_BLOCK / C::SUPER_BLOCK) * C::BYTES;
-        const uint8_t* record = head + C::HEAD + block * K_BLOCK % C::SUPER_BLOCK / C::GROUP * C::RECORD;
-        const int rows = g % 4 * 4;
-        unit.scales = unit.there ? __ldg(reinterpret_cast<const uint2*>(head + 2 * rows)) : make_uint2(0, 0);
-        unit.dmin =
-            C::OFFSETS && unit.there ? __ldg(reinterpret_cast<const uint2*>(head + 32 + 2 * rows)) : make_uint2(0, 0);
-#pragma unroll
-        for (int part = 0; part < Unit<F>::PARTS; part++) {
-            auto at = [&](uint32_t, int i) {
-                return unit.there ? __ldg(reinterpret_cast<const uint32_t*>(record + part * C::RECORD + i)) : 0u;
-            };
-            counts<F, uint32_t>(rows, at, unit.counts[part], unit.offsets[part]);
+        for (int i = 0; i < Unit<F>::LOADS; i++)
+            unit.lines[i] = there
+                ? load_streaming(reinterpret_cast<const uint4*>(from + (t * Unit<F>::LOADS + i) * LINE_BYTES))
+                : make_uint4(0, 0, 0, 0);
+        if constexpr (F != BF16) {
+            const uint8_t* scales = tile + (block * K_BLOCK >> group_shift) * 32 + g % 4 * 8;
+            unit.scales = there ? __ldg(reinterpret_cast<const uint2*>(scales)) : make_uint2(0, 0);
         }
-    } else if constexpr (F != BF16) {
-        const uint8_t* scales = tile + (block * K_BLOCK >> group_shift) * 32 + g % 4 * 8;
-        unit.scales = unit.there ? __ldg(reinterpret_cast<const uint2*>(scales)) : make_uint2(0, 0);
+    }
+}
+
+// Rows 4q + 2 half and the next as left operands, not scaled.
+template <Format F>
+__device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, const uint32_t* grid, uint32_t (&a)[2][4]) {
+    if constexpr (is_row(F)) {
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            uint32_t four[2];
+            row_codes<F>(unit, 2 * half + row, grid, four);
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+                a[m][row] = row_pair<F>(four[m], false), a[m][row + 2] = row_pair<F>(four[m], true);
+        }
+    } else {
+        uint2 raw[Unit<F>::LOADS];
+#pragma unroll
+        for (int i = 0; i < Unit<F>::LOADS; i++)
+            raw[i] = half ? make_uint2(unit.lines[i].z, unit.lines[i].w) : make_uint2(unit.lines[i].x, unit.lines[i].y);
+        tile_operand<F>(raw, a);
     }
 }
 
@@ -68,24 +81,20 @@ __device__ __forceinline__ uint4 load_inputs(const bf16* x, int u, int k) {
 
 // sum[set][r] += weight * (row 4q + r of the unit) . inputs[set]
 template <Format F, int SETS>
-__device__ __forceinline__ void multiply_unit(
-    const Unit<F>& unit, const uint4 (&inputs)[SETS], float weight, bool f16, float (&sum)[SETS][4]) {
+__device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (&inputs)[SETS], float weight, bool f16,
+    const uint32_t* grid, float (&sum)[SETS][4]) {
     const bool second_block = threadIdx.x % WARP >= WARP / 2;
     constexpr int PARTS = Unit<F>::PARTS;
-    constexpr bool OFFSETS = Lines<F>::OFFSETS;
+    constexpr bool OFFSETS = Unit<F>::OFFSETS;
     float scale[PARTS][4];
-    [[maybe_unused]] float offset[4];
-    if constexpr (Lines<F>::COUNTED) {
-        const float2 d[2] = {scales_f32(unit.scales.x, true), scales_f32(unit.scales.y, true)};
-        const float2 dmin[2] = {scales_f32(unit.dmin.x, true), scales_f32(unit.dmin.y, true)};
+    [[maybe_unused]] float offset[PARTS][4];
+    if constexpr (is_row(F)) {
 #pragma unroll
         for (int part = 0; part < PARTS; part++)
 #pragma unroll
             for (int r = 0; r < 4; r++) {
-                const float2 s = counted_scale<F>(r % 2 ? d[r / 2].y : d[r / 2].x,
-                    r % 2 ? dmin[r / 2].y : dmin[r / 2].x, unit.counts[part], unit.offsets[part], r);
-                scale[part][r] = weight * s.x;
-                if constexpr (OFFSETS) offset[r] = weight * s.y;
+                const float2 s = row_scale<F>(unit, part, r, f16);
+                scale[part][r] = weight * s.x, offset[part][r] = weight * s.y;
             }
     } else {
 #pragma unroll
@@ -101,28 +110,25 @@ __device__ __forceinline__ void multiply_unit(
         first[0] = own ? inputs.x : 0, first[1] = own ? inputs.y : 0;
         second[0] = own ? inputs.z : 0, second[1] = own ? inputs.w : 0;
     };
-    [[maybe_unused]] float all[SETS]; // sums of the inputs
+    [[maybe_unused]] float all[SETS][PARTS]; // sums of the inputs
     if constexpr (OFFSETS) {
-        static_assert(PARTS == 1, "offsets are of whole blocks");
         const uint32_t ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
 #pragma unroll
-        for (int s = 0; s < SETS; s++) {
-            uint32_t first[2], second[2];
-            of_part(inputs[s], 0, first, second);
-            float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            mma_bf16(c, ones, first);
-            mma_bf16(c, ones, second);
-            all[s] = second_block ? c[1] : c[0];
-        }
+        for (int s = 0; s < SETS; s++)
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                uint32_t first[2], second[2];
+                of_part(inputs[s], part, first, second);
+                float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                mma_bf16(c, ones, first);
+                mma_bf16(c, ones, second);
+                all[s][part] = second_block ? c[1] : c[0];
+            }
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        uint2 raw[Unit<F>::LOADS];
-#pragma unroll
-        for (int i = 0; i < Unit<F>::LOADS; i++)
-            raw[i] = half ? make_uint2(unit.lines[i].z, unit.lines[i].w) : make_uint2(unit.lines[i].x, unit.lines[i].y);
         uint32_t a[2][4];
-        tile_operand<F>(raw, a);
+        unit_operand<F>(unit, half, grid, a);
 #pragma unroll
         for (int s = 0; s < SETS; s++)
 #pragma unroll
@@ -135,8 +141,8 @@ __device__ __forceinline__ void multiply_unit(
                 sum[s][2 * half] += scale[part][2 * half] * (second_block ? c[1] : c[0]);
                 sum[s][2 * half + 1] += scale[part][2 * half + 1] * (second_block ? c[3] : c[2]);
                 if constexpr (OFFSETS) {
-                    sum[s][2 * half] += offset[2 * half] * all[s];
-                    sum[s][2 * half + 1] += offset[2 * half + 1] * all[s];
+                    sum[s][2 * half] += offset[part][2 * half] * all[s][part];
+                    sum[s][2 * half + 1] += offset[part][2 * half + 1] * all[s][part];
                 }
             }
     }
@@ -144,13 +150,21 @@ __device__ __forceinline__ void multiply_unit(
 
 // A warp's part of sums over units: units first, first + step, ... below `units`, DEPTH of them on their way at a time.
 // locate(i) gives .tile, .u, .x(set) and .weight of unit i. ready() is called once, when the first weights are on their
-// way and before any x is read.
+// way and before any x is read. All warps of the block come here.
 template <Format F, int SETS, int DEPTH, class Locate, class Ready>
 __device__ __forceinline__ void gemv_units(
-    int first, int step, int units, int k, int group, bool f16, Locate locate, Ready ready, float (&sum)[SETS][4]) {
-    if (first >= units) ready();
-    const int group_shift = F == BF16 || Lines<F>::COUNTED ? 0 : 31 - __clz(group);
-    const uint32_t codes = scale_bytes<F>(k, group);
+    int first, int step, int units, int k, const Packing& packing, Locate locate, Ready ready, float (&sum)[SETS][4]) {
+    constexpr int GRID_WORDS = Unit<F>::GRID_WORDS;
+    __shared__ uint32_t grid[GRID_WORDS ? GRID_WORDS : 1];
+    copy_grid(grid, packing.grid, GRID_WORDS);
+    auto begin = [&] {
+        ready();
+        if (GRID_WORDS) __syncthreads();
+    };
+    if (first >= units) begin();
+    const int group_shift = packing.group ? 31 - __clz(packing.group) : 0;
+    const bool f16 = (is_row(F) || Lines<F>::F16_SCALES) && packing.f16;
+    const uint32_t codes = tile_bytes_of<F>(k, packing).scales;
     for (int i = first; i < units; i += step * DEPTH) {
         Unit<F> unit[DEPTH];
 #pragma unroll
@@ -159,7 +173,7 @@ __device__ __forceinline__ void gemv_units(
             const auto at = locate(i + d * step);
             load_unit<F>(unit[d], at.tile, at.u, k, group_shift, codes);
         }
-        if (i == first) ready();
+        if (i == first) begin();
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (i + d * step >= units) break;
@@ -167,7 +181,7 @@ __device__ __forceinline__ void gemv_units(
             uint4 inputs[SETS];
 #pragma unroll
             for (int s = 0; s < SETS; s++) inputs[s] = load_inputs(at.x[s], at.u, k);
-            multiply_unit<F, SETS>(unit[d], inputs, at.weight, f16, sum);
+            multiply_unit<F, SETS>(unit[d], inputs, at.weight, f16, grid, sum);
         }
     }
     // Both blocks' lanes.

@@ -48,7 +48,7 @@ __device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16
         }
     };
     packed_gemm<S>(weights + (size_t)first_tile * tile_bytes<S::F>(k, group), div_ceil(n, TILE_ROWS) - first_tile, k,
-        group, false, x, x_pitch, count, row_of, finish);
+        Packing{nullptr, S::F, group, 0}, x, x_pitch, count, row_of, finish);
 }
 
 constexpr int GEMV_THREADS = 256, GEMV_WARPS = GEMV_THREADS / WARP;
@@ -78,7 +78,8 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
         here.u = i;
         return here;
     };
-    gemv_units<F, SETS, DEPTH>(warp, GEMV_WARPS, div_ceil(k, UNIT), k, group, false, locate, begin_kernel, sum);
+    gemv_units<F, SETS, DEPTH>(
+        warp, GEMV_WARPS, div_ceil(k, UNIT), k, Packing{nullptr, F, group, 0}, locate, begin_kernel, sum);
     if (lane < 16) {
 #pragma unroll
         for (int s = 0; s < SETS; s++)

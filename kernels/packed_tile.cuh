@@ -13,16 +13,43 @@ template <auto V> struct Constant {
     static constexpr auto value = V;
 };
 
-enum Format { BF16, INT8, INT4, MXFP4, Q4_K, Q5_K, Q6_K };
-constexpr bool has_4_bits(Format f) { return f == INT4 || f == MXFP4 || f == Q4_K; }
+// In the order of Rust's Row::ALL (cache/src/pack/precision.rs), after BF16. Those from Q2_K on are read as
+// packed_rows.cuh says.
+enum Format {
+    BF16,
+    MXFP4,
+    INT4,
+    INT8,
+    Q2_K,
+    Q3_K,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    IQ4_XS,
+    IQ4_NL,
+    Q4_1,
+    Q5_1,
+    Q5_0,
+    NVFP4,
+    IQ2_XXS,
+    IQ2_XS,
+    IQ2_S,
+    IQ3_XXS,
+    IQ3_S,
+    UINT4,
+    FP8,
+    FP8_F32,
+    ANY_ROW // one of them that the launch says
+};
+constexpr bool has_4_bits(Format f) { return f == INT4 || f == MXFP4; }
+__host__ __device__ constexpr bool is_row(Format f) { return f >= Q2_K; }
 
-// Formats whose groups count how many of their super-block's numbers their scales are (FORMAT.md, "A layer").
-constexpr bool is_counted(Format f) { return f == Q4_K || f == Q5_K || f == Q6_K; }
-constexpr bool has_offsets(Format f) { return f == Q4_K || f == Q5_K; }
-template <Format F> struct Counts {
-    static constexpr bool OFFSETS = has_offsets(F);
-    static constexpr int GROUP = F == Q6_K ? 16 : 32, HEAD = OFFSETS ? 64 : 32, RECORD = F == Q6_K ? 16 : 24;
-    static constexpr int SUPER_BLOCK = 256, BYTES = HEAD + SUPER_BLOCK / GROUP * RECORD;
+// What a launch says of a matrix.
+struct Packing {
+    const uint32_t* grid; // of codes that are places in one: what they stand for (packed_rows.cuh)
+    int format;           // a Format
+    int group;            // inputs that share a scale; 0 for bf16
+    int f16;              // scales are, not bf16
 };
 
 // Every format that kernels are made for; Rust finds them by these names (src/backend/cuda/packed.rs). A row of
@@ -34,19 +61,37 @@ template <Format F> struct Counts {
 //
 //   ROW(name, Format, span, shared memory of tiles of 16, 32, 64 and 128 tokens)
 //
-// Counted formats have groups of one size, which is their span.
+// One row of it, any_row, is for all formats from Q2_K on.
 //
 // Rows of DENSE_... make kernels for dense weights too. bf16 has none: gemm.cu multiplies them.
 #define DENSE_FORMATS(ROW)                                                                                             \
     ROW(int4, INT4)                                                                                                    \
     ROW(int8, INT8)
-#define PACKED_FORMATS(ROW)                                                                                            \
-    DENSE_FORMATS(ROW)                                                                                                 \
-    ROW(mxfp4, MXFP4)                                                                                                  \
+#define PACKED_ROWS(ROW)                                                                                               \
+    ROW(q2_k, Q2_K)                                                                                                    \
+    ROW(q3_k, Q3_K)                                                                                                    \
     ROW(q4_k, Q4_K)                                                                                                    \
     ROW(q5_k, Q5_K)                                                                                                    \
     ROW(q6_k, Q6_K)                                                                                                    \
-    ROW(bf16, BF16)
+    ROW(iq4_xs, IQ4_XS)                                                                                                \
+    ROW(iq4_nl, IQ4_NL)                                                                                                \
+    ROW(q4_1, Q4_1)                                                                                                    \
+    ROW(q5_1, Q5_1)                                                                                                    \
+    ROW(q5_0, Q5_0)                                                                                                    \
+    ROW(nvfp4, NVFP4)                                                                                                  \
+    ROW(iq2_xxs, IQ2_XXS)                                                                                              \
+    ROW(iq2_xs, IQ2_XS)                                                                                                \
+    ROW(iq2_s, IQ2_S)                                                                                                  \
+    ROW(iq3_xxs, IQ3_XXS)                                                                                              \
+    ROW(iq3_s, IQ3_S)                                                                                                  \
+    ROW(uint4, UINT4)                                                                                                  \
+    ROW(fp8, FP8)                                                                                                      \
+    ROW(fp8_f32, FP8_F32)
+#define PACKED_FORMATS(ROW)                                                                                            \
+    DENSE_FORMATS(ROW)                                                                                                 \
+    ROW(mxfp4, MXFP4)                                                                                                  \
+    ROW(bf16, BF16)                                                                                                    \
+    PACKED_ROWS(ROW)
 #define DENSE_SPANS(ROW)                                                                                               \
     ROW(int4_g64, INT4, 64, 51200, 67584, ON_HOPPER(75264, 50176), ON_HOPPER(103680, 82944))                           \
     ROW(int4_g32, INT4, 32, 53248, 69632, ON_HOPPER(76800, 51200), ON_HOPPER(104960, 83968))                           \
@@ -55,37 +100,18 @@ template <Format F> struct Counts {
 #define PACKED_SPANS(ROW)                                                                                              \
     DENSE_SPANS(ROW)                                                                                                   \
     ROW(mxfp4_g32, MXFP4, 32, 53248, 69632, ON_HOPPER(76800, 51200), ON_HOPPER(104960, 83968))                         \
-    ROW(q4_k, Q4_K, 32, 54272, 70656, 52736, 85504)                                                                    \
-    ROW(q5_k, Q5_K, 32, 62464, 78848, 56832, 89600)                                                                    \
-    ROW(q6_k, Q6_K, 16, 70656, 87040, 60416, 93184)                                                                    \
+    ROW(any_row, ANY_ROW, 64, 45056, 53248, 69632, ON_HOPPER(102400, 86016))                                           \
     ROW(bf16, BF16, 64, 73728, 61440, 73728, 98304)
 
 constexpr int TILE_ROWS = 16, LINE_BYTES = 64, K_BLOCK = 32;
 
 template <Format F> struct Lines {
     static constexpr bool FOUR_BITS = has_4_bits(F), F16_SCALES = F == INT8 || F == INT4; // if the launch says so
-    static constexpr int PER_BLOCK = has_4_bits(F) ? 4
-        : F == Q5_K                                ? 5
-        : F == Q6_K                                ? 6
-        : F == INT8                                ? 8
-                                                   : 16; // lines of a block of 32 inputs
-    static constexpr int PER_LANE = (PER_BLOCK + 3) / 4; // of which a lane reads these: its 8 inputs
-    static constexpr bool COUNTED = is_counted(F), OFFSETS = has_offsets(F);
+    static constexpr int PER_BLOCK = has_4_bits(F) ? 4 : F == INT8 ? 8 : 16; // lines of a block of 32 inputs
+    static constexpr int PER_LANE = PER_BLOCK / 4; // of which a lane reads these: its 8 inputs
 };
 
-// Where line `i` of those that lane t reads lies in a block. The last one of five or six bits has the upper bits of all
-// inputs, or of half of them.
-template <Format F> __device__ __forceinline__ int lane_line(int t, int i) {
-    if constexpr (F == Q5_K)
-        return i == 0 ? t : 4;
-    else if constexpr (F == Q6_K)
-        return t / 2 * 3 + (i == 0 ? t % 2 : 2);
-    else
-        return t * Lines<F>::PER_LANE + i;
-}
-
 template <Format F> __device__ __forceinline__ uint32_t scale_bytes(int k, int group) {
-    if constexpr (Lines<F>::COUNTED) return (uint32_t)(k / Counts<F>::SUPER_BLOCK * Counts<F>::BYTES + 63) / 64u * 64u;
     return F == BF16 ? 0u : (uint32_t)(k / group * 32 + 63) / 64u * 64u;
 }
 template <Format F> __device__ __forceinline__ uint32_t tile_bytes(int k, int group) {
@@ -104,15 +130,6 @@ __device__ __forceinline__ uint32_t int8_pair(uint32_t bytes) {
 // to their places of a bf16 number, which then is 2^-127 of that, subnormal ones included.
 __device__ __forceinline__ uint32_t e2m1_pair(uint32_t bytes) {
     return fma_bf16x2((bytes << 12 & 0x80008000u) | (bytes << 6 & 0x01c001c0u), 0x7f007f00u, 0x80008000u);
-}
-
-// Two codes without a sign, less 32 of Q6_K.
-template <Format F> __device__ __forceinline__ uint32_t counted_pair(uint32_t bytes) {
-    return fma_bf16x2(bytes, 0x3f803f80u, F == Q6_K ? 0xc320c320u : 0xc300c300u);
-}
-// The upper bits of 4 codes, in their place: of run `run` of 4 inputs of what the word of a line with upper bits holds.
-template <Format F> __device__ __forceinline__ uint32_t upper_bits(uint32_t word, int run) {
-    return F == Q5_K ? (word >> run & 0x01010101u) << 4 : (word >> 2 * run & 0x03030303u) << 4;
 }
 
 // The codes of 8 INT4 or MXFP4 inputs of a row as pairs of bf16 integers; those of INT4 136 too much unless EXACT.
@@ -148,34 +165,11 @@ template <Format F> __device__ __forceinline__ uint32_t packed_pair(uint32_t wor
     }
 }
 
-// The same of a counted format, `upper` being the word of the line with upper bits, `run` which of its runs it is.
-template <Format F> __device__ __forceinline__ uint32_t pair_of(uint32_t word, uint32_t upper, int run, int t) {
-    uint32_t codes = word >> t / 2 * 4 & 0x0f0f0f0fu;
-    if constexpr (F != Q4_K) codes |= upper_bits<F>(upper, run);
-    return counted_pair<F>(__byte_perm(codes, 0x43u, t % 2 ? 0x4342 : 0x4140));
-}
-
 // What a lane has read of two rows in a block, raw[i] = (row r, row r + 1) of its line i, as left operands: rows r and
 // r + 1 become the rows g and g + 8 of the instruction. Codes are not scaled; INT4 has 136 too much unless EXACT.
 template <Format F, bool EXACT = true>
 __device__ __forceinline__ void tile_operand(const uint2 (&raw)[Lines<F>::PER_LANE], uint32_t (&a)[2][4]) {
-    if constexpr (Lines<F>::COUNTED) {
-        const int t = threadIdx.x % 4, run = F == Q5_K ? 2 * t : t % 2 * 2; // the first of the lane's two
-#pragma unroll
-        for (int row = 0; row < 2; row++) {
-            const uint32_t word = row ? raw[0].y : raw[0].x;
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                uint32_t codes = word >> 4 * m & 0x0f0f0f0fu;
-                if constexpr (F != Q4_K) {
-                    constexpr int UPPER = Lines<F>::PER_LANE - 1;
-                    codes |= upper_bits<F>(row ? raw[UPPER].y : raw[UPPER].x, run + m);
-                }
-                a[m][row] = counted_pair<F>(__byte_perm(codes, 0x43u, 0x4140));
-                a[m][row + 2] = counted_pair<F>(__byte_perm(codes, 0x43u, 0x4342));
-            }
-        }
-    } else if constexpr (Lines<F>::FOUR_BITS) {
+    if constexpr (Lines<F>::FOUR_BITS) {
         uint32_t p[4];
         nibble_pairs<F, EXACT>(raw[0].x, p);
         a[0][0] = p[0], a[0][2] = p[1], a[1][0] = p[2], a[1][2] = p[3];
@@ -223,38 +217,4 @@ __device__ __forceinline__ void scale_rows(uint32_t (&a)[4], uint32_t scales, bo
 __device__ __forceinline__ void scale_operand(uint32_t (&a)[2][4], uint32_t scales, bool f16) {
     scale_rows(a[0], scales, f16);
     scale_rows(a[1], scales, f16);
-}
-
-// Counts of rows r, r + 1, .. of a group, bytes of a word, as they are stored: of d, and of dmin. `at` reads bytes of
-// the group's record, as many as `Word` has, from r, a multiple of that, on.
-template <Format F, class Word, class At>
-__device__ __forceinline__ void counts(int r, At at, uint32_t& scale, uint32_t& offset) {
-    const uint32_t bytes = at(Word{}, r);
-    if constexpr (Counts<F>::OFFSETS) {
-        scale = bytes & 0x3f3f3f3fu;
-        offset = (bytes >> 6 & 0x03030303u) | (at(Word{}, 16 + r % 8) >> r / 8 * 4 & 0x0f0f0f0fu) << 2;
-    } else {
-        scale = bytes, offset = 0;
-    }
-}
-// Scale and offset of one row: `d` and `dmin` times what is counted in byte `i` of the words. Exact.
-template <Format F>
-__device__ __forceinline__ float2 counted_scale(float d, float dmin, uint32_t scale, uint32_t offset, int i) {
-    const int count = (int)(scale >> 8 * i & 0xffu) - (F == Q6_K ? 128 : 0);
-    return make_float2(d * (float)count, Counts<F>::OFFSETS ? -(dmin * (float)(offset >> 8 * i & 0xffu)) : 0.0f);
-}
-
-// Scale and offset of two rows, for operands that are to be multiplied as they are.
-struct RowScales {
-    float2 first, second;
-};
-
-// Codes of the two rows to weights, rounded once.
-template <bool OFFSETS> __device__ __forceinline__ void scale_counted(uint32_t (&a)[4], const RowScales& scales) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 s = i % 2 ? scales.second : scales.first;
-        a[i] = OFFSETS ? pack_bf16(low_f32(a[i]) * s.x + s.y, high_f32(a[i]) * s.x + s.y)
-                       : pack_bf16(low_f32(a[i]) * s.x, high_f32(a[i]) * s.x);
-    }
 }

@@ -194,7 +194,7 @@ fn the_second_turn_of_a_long_conversation_begins_at_once() {
     need_gpu!(real);
     let shape = std::env::var("SHAPE").unwrap_or("qwen3-next-80b-a3b".into());
     let config = EngineConfig { threads: None, max_context: Some(32_768), ..config() };
-    let loaded = load_shape(&shape, None, &config, &|_| {}).unwrap();
+    let loaded = load_shape(&shape, (None, None), &config, &|_| {}).unwrap();
     println!("{}; {} snapshots", loaded.device.as_deref().unwrap_or("cpu"), loaded.snapshots);
     let engine = engine::start_loaded(&shape, loaded, &config, vec![3], std::time::Instant::now()).unwrap();
     let ask = |messages: &[u32]| {

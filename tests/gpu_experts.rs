@@ -40,8 +40,29 @@ const FORMATS: &[(Precision, usize, usize)] = &[
     (Precision::int8(128), 128, 256),
     (Precision::Bf16, 136, 72),
     (Precision::Q4K, 512, 256),
+];
+
+/// Those that are rows to the kernels, which differ in how they are read alone.
+const ROWS: &[(Precision, usize, usize)] = &[
+    (Precision::Q2K, 256, 256),
+    (Precision::Q3K, 256, 256),
     (Precision::Q5K, 256, 512),
     (Precision::Q6K, 512, 256),
+    (Precision::Iq4Xs, 256, 256),
+    (Precision::Iq4Nl, 160, 96),
+    (Precision::Q4_1, 96, 160),
+    (Precision::Q5_1, 160, 96),
+    (Precision::Q5_0, 96, 160),
+    (Precision::Nvfp4, 160, 96),
+    (Precision::Iq2Xxs, 256, 256),
+    (Precision::Iq2Xs, 256, 256),
+    (Precision::Iq2S, 256, 256),
+    (Precision::Iq3Xxs, 256, 256),
+    (Precision::Iq3S, 256, 256),
+    (Precision::uint4(32), 96, 160),
+    (Precision::Uint4 { group_size: 128, scales: ScaleType::F16 }, 256, 128),
+    (Precision::fp8(128), 128, 256),
+    (Precision::Fp8 { group_size: 32, scales: ScaleType::F32 }, 160, 96),
 ];
 
 /// Where experts are.
@@ -256,6 +277,14 @@ fn many_tokens() {
     need_gpu!();
     // Tiles of 16, 32, 64 and 128 (on Hopper 192) tokens to an expert, and their ends.
     formats().into_iter().for_each(|format| check_all(format, &[9, 50, 130, 300]));
+}
+
+#[test]
+fn every_row() {
+    need_gpu!();
+    for &(precision, hidden, intermediate) in ROWS {
+        check_all((precision.into(), hidden, intermediate), &[1, 6, 50]);
+    }
 }
 
 #[test]

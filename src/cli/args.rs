@@ -9,6 +9,7 @@ use crate::model::families::shapes;
 use crate::{Error, Result};
 use clap::Args;
 use clap::builder::PossibleValuesParser;
+use moebius_cache::Precision;
 
 /// The subject of a measurement or a plan: a model, or only its dimensions.
 #[derive(Args)]
@@ -23,6 +24,9 @@ pub(crate) struct SubjectArgs {
     /// Use only the first N layers of the shape.
     #[arg(long, value_name = "N", requires = "shape", conflicts_with = "model")]
     pub(crate) layers: Option<usize>,
+    /// The precision of the shape's checkpoint, such as q2_k, nvfp4 or fp8-g128 [default: bf16].
+    #[arg(long, value_name = "PRECISION", requires = "shape", conflicts_with = "model")]
+    pub(crate) stored: Option<Precision>,
 }
 
 /// How to load and run a model.

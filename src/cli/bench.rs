@@ -83,7 +83,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
         }
         (None, shape) => {
             let shape = shape.as_deref().expect("clap demands a model or a shape");
-            bench::run(shape, BenchModel::Shape { layers: args.subject.layers }, &config, &workload, &progress)?
+            let source = BenchModel::Shape { layers: args.subject.layers, stored: args.subject.stored };
+            bench::run(shape, source, &config, &workload, &progress)?
         }
     };
     drop(status);

@@ -36,7 +36,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         }
         (None, shape) => {
             let shape = shape.as_ref().expect("clap demands a model or a shape");
-            (shape, shapes::shape(shape, args.subject.layers)?, Kept::NOTHING)
+            (shape, shapes::shape(shape, args.subject.layers)?, Kept::of_shape(args.subject.stored))
         }
     };
     let plan = plan::plan(name, &Spec::new(&model, &config, kept)?, args.ram)?;

@@ -6,7 +6,7 @@ use moebius_cache::codec::{Quantization, Source, kept_by_all};
 use moebius_cache::pack::{ExpertPrecision, GROUP_SIZES, Precisions, largest_group_size};
 
 use super::cache::cache_job;
-use crate::config::{CPU_BATCH_TOKENS, Device, EngineConfig, ExpertBits};
+use crate::config::{CPU_BATCH_TOKENS, EngineConfig, ExpertBits};
 use crate::experts::ExpertShape;
 use crate::forward::Limits;
 use crate::model::ModelConfig;
@@ -31,6 +31,11 @@ pub struct Kept(Option<Precisions>); // none: they are plain numbers
 impl Kept {
     /// Of weights that no checkpoint holds.
     pub const NOTHING: Self = Self(None);
+
+    /// Of a shape whose checkpoint would be stored so, or in plain numbers.
+    pub fn of_shape(stored: Option<Precision>) -> Self {
+        Self(stored.map(Precisions::from))
+    }
 
     /// What keeps the experts in `checkpoint`.
     ///
@@ -135,15 +140,12 @@ impl<'a> Spec<'a> {
 /// As chosen, or as kept.
 fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): &Kept) -> Result<Option<Precisions>> {
     let Some(moe) = model.moe() else { return Ok(None) };
-    // To look for a GPU opens it: only where it makes a difference.
-    let for_gpu = |kept: &Precisions| Some(on_gpu(kept)).filter(|other| other != kept && has_gpu(config));
-    let kept = kept.as_ref().map(|kept| for_gpu(kept).unwrap_or_else(|| kept.clone()));
-    if let (ExpertBits::Auto, None, Some(Precisions::Layers(_))) = (config.experts, config.group_size, &kept) {
-        return Ok(kept);
+    if let (ExpertBits::Auto, None, Some(Precisions::Layers(_))) = (config.experts, config.group_size, kept) {
+        return Ok(kept.clone());
     }
     let own = kept.iter().flat_map(Precisions::distinct).flat_map(|layer| [layer.gate, layer.down]);
     let kept = own.reduce(Precision::coarsest_of).map(|coarsest| match kept {
-        Some(Precisions::One(precision)) => precision,
+        Some(Precisions::One(precision)) => *precision,
         _ => coarsest,
     });
     let (hidden, width) = (moe.expert_width(model.hidden_size), moe.intermediate_size);
@@ -176,29 +178,4 @@ fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): &Kept) -> R
     }
     let precision = if chosen.codes().is_some() { chosen.in_groups(group_size()?) } else { chosen };
     Ok(Some(precision.with_scales(kept.unwrap_or(Precision::Bf16).scales()).into()))
-}
-
-/// Whether a GPU is, or is taken to be, where the experts are read.
-fn has_gpu(config: &EngineConfig) -> bool {
-    match config.device {
-        _ if !cfg!(feature = "cuda") => false,
-        Device::Cpu => false,
-        Device::Cuda(_) => true,
-        #[cfg(feature = "cuda")]
-        Device::Auto => config.vram.is_some() || crate::cuda::Cuda::open(0).is_ok(),
-        #[cfg(not(feature = "cuda"))]
-        Device::Auto => false,
-    }
-}
-
-/// What a GPU's kernels read in place of these.
-fn on_gpu(kept: &Precisions) -> Precisions {
-    match kept {
-        Precisions::One(precision) => precision.on_gpu().into(),
-        Precisions::Layers(layers) => {
-            let on_gpu =
-                |layer: &ExpertPrecision| ExpertPrecision { gate: layer.gate.on_gpu(), down: layer.down.on_gpu() };
-            layers.iter().map(on_gpu).collect()
-        }
-    }
 }

@@ -86,6 +86,23 @@ impl Grid {
         }
     }
 
+    /// Of each index the places of its magnitudes among those there are, a nibble each, as a GPU reads them.
+    pub fn places(self) -> Vec<u32> {
+        let place = |magnitude: u8| self.values().iter().position(|&value| value == magnitude).unwrap_or(0) as u32;
+        let each =
+            self.magnitudes().chunks(self.run() / 4).map(|index| index.iter().flat_map(|four| four.to_le_bytes()));
+        each.map(|all| all.enumerate().fold(0, |word, (i, magnitude)| word | place(magnitude) << (4 * i))).collect()
+    }
+
+    /// The magnitudes there are.
+    const fn values(self) -> &'static [u8] {
+        match self {
+            Self::Iq2Xxs | Self::Iq2Xs | Self::Iq2S => &IQ2_VALUES,
+            Self::Iq3Xxs => &IQ3_XXS_VALUES,
+            Self::Iq3S => &IQ3_S_VALUES,
+        }
+    }
+
     /// The index of a run of the weights of block `block`, by the definition.
     fn index(self, word: &impl Fn(usize) -> u32, block: usize, run: usize) -> usize {
         let first = block * self.block_words();
@@ -186,11 +203,13 @@ const fn expanded<const BITS: usize, const N: usize>(indices: &[u16], values: &[
 }
 
 const IQ2_VALUES: [u8; 4] = [8, 25, 43, 0];
+const IQ3_XXS_VALUES: [u8; 8] = [4, 12, 20, 28, 36, 44, 52, 62];
+const IQ3_S_VALUES: [u8; 8] = [1, 3, 5, 7, 9, 11, 13, 15];
 static IQ2_XXS: [u32; 512] = expanded::<2, 512>(&grids::IQ2_XXS, &IQ2_VALUES);
 static IQ2_XS: [u32; 1024] = expanded::<2, 1024>(&grids::IQ2_XS, &IQ2_VALUES);
 static IQ2_S: [u32; 2048] = expanded::<2, 2048>(&grids::IQ2_S, &IQ2_VALUES);
-static IQ3_XXS: [u32; 256] = expanded::<3, 256>(&grids::IQ3_XXS, &[4, 12, 20, 28, 36, 44, 52, 62]);
-static IQ3_S: [u32; 512] = expanded::<3, 512>(&grids::IQ3_S, &[1, 3, 5, 7, 9, 11, 13, 15]);
+static IQ3_XXS: [u32; 256] = expanded::<3, 256>(&grids::IQ3_XXS, &IQ3_XXS_VALUES);
+static IQ3_S: [u32; 512] = expanded::<3, 512>(&grids::IQ3_S, &IQ3_S_VALUES);
 
 /// Eight numbers of IQ1_S and IQ1_M, two bits each that stand for -1, 0 and 1.
 pub(crate) fn iq1(index: usize) -> [i8; 8] {

@@ -563,27 +563,6 @@ impl Precision {
         }
     }
 
-    /// What a GPU's kernels read in its place, where there are none for it.
-    pub fn on_gpu(self) -> Self {
-        match self {
-            Precision::Q5_0 | Precision::Iq4Nl => Precision::int8(32).with_scales(ScaleType::F16),
-            Precision::Uint4 { group_size, scales } => Precision::Int8 { group_size, scales },
-            Precision::Fp8 { group_size, .. } => Precision::int8(group_size),
-            Precision::Nvfp4
-            | Precision::Iq2Xxs
-            | Precision::Iq2Xs
-            | Precision::Iq2S
-            | Precision::Iq3Xxs
-            | Precision::Iq3S
-            | Precision::Q2K
-            | Precision::Q3K
-            | Precision::Iq4Xs
-            | Precision::Q4_1
-            | Precision::Q5_1 => Precision::int8(32),
-            _ => self,
-        }
-    }
-
     /// Its name, without groups and scales.
     pub const fn name(self) -> &'static str {
         match self {
@@ -704,6 +683,19 @@ impl Precision {
             Precision::Bf16 | Precision::Mxfp4 => ScaleType::Bf16,
             _ => ScaleType::F16,
         }
+    }
+}
+
+impl std::str::FromStr for Precision {
+    type Err = String;
+
+    /// As it is displayed.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::all().into_iter().find(|precision| precision.to_string() == text);
+        found.ok_or_else(|| {
+            let all: Vec<_> = Self::all().iter().map(Self::to_string).collect();
+            format!("there is no precision {text:?}: choose {}", all.join(", "))
+        })
     }
 }
 

@@ -1,14 +1,14 @@
 //! The kernels over packed tiles: routed experts, and dense weights in INT8 or INT4 with scales in BF16. Which formats
 //! there are is listed in kernels/packed_tile.cuh.
 
-use moebius_cache::pack::{ExpertKind, ExpertLayout, SUPER_BLOCK};
+use moebius_cache::pack::{CodeType, ExpertKind, ExpertLayout, Grid};
 use moebius_cache::{Precision, ScaleType};
 
 use super::CudaBackend;
 use super::product::{Out, Product};
 use crate::cuda::kernels::packed_linear::{ADD, BLOCK_TILES, TILE_ROWS, Y_IS_BF16};
 use crate::cuda::kernels::{self, Kernel};
-use crate::cuda::{DeviceBuffer, DeviceInfo, launch};
+use crate::cuda::{Address, DeviceBuffer, DeviceInfo, launch};
 
 /// A kernel of the grouped products of experts.
 pub(crate) type Grouped = Kernel<kernels::GroupedArguments>;
@@ -25,10 +25,7 @@ pub(crate) struct MatrixKernels<A> {
     pub(crate) few: Kernel<A>,
     many: [Grouped; 4],    // by `TILES`
     wide: Option<Grouped>, // of tiles of `WIDE`; on cards with wgmma
-    /// Inputs that share a scale; 0 for BF16.
-    pub(crate) group: i32,
-    /// 1 where scales are F16, not BF16.
-    pub(crate) f16: i32,
+    pub(crate) packing: kernels::Packing,
 }
 
 /// The kernels for the routed experts of a layer.
@@ -57,39 +54,63 @@ fn of_tiles<A, const N: usize>(kernels: &[Kernel<A>], name: &str, tiles: [usize;
     tiles.map(|tokens| named(kernels, &format!("{name}_t{tokens}")))
 }
 
-/// The name of a precision in the kernels for many tokens, which serve groups of 64 and 128 alike; and its groups.
-fn span(precision: Precision) -> (String, i32) {
-    match (precision.group_size(), precision.unit()) {
-        (None, _) => (precision.name().into(), 0),
-        // A super-block's groups are of one size.
-        (Some(group), SUPER_BLOCK) => (precision.name().into(), group as i32),
-        (Some(group), _) => (format!("{}_g{}", precision.name(), group.min(64)), group as i32),
+/// The name of a precision in the kernels for many tokens. Those of INT4 and INT8 serve groups of 64 and 128 alike,
+/// those of MXFP4 its own; what other rows are is told at the launch.
+fn span(precision: Precision) -> String {
+    match precision {
+        Precision::Bf16 => precision.name().into(),
+        Precision::Int4 { group_size, .. } | Precision::Int8 { group_size, .. } => {
+            format!("{}_g{}", precision.name(), group_size.min(64))
+        }
+        Precision::Mxfp4 => "mxfp4_g32".into(),
+        _ => "any_row".into(),
+    }
+}
+
+/// The name of a precision in the kernels for few tokens.
+fn row_name(precision: Precision) -> String {
+    match precision.scales() {
+        ScaleType::F32 if precision != Precision::Nvfp4 => format!("{}_f32", precision.name()),
+        _ => precision.name().into(),
+    }
+}
+
+/// What a launch is told of a matrix; `grid` knows where the grid of its codes is.
+fn packing(precision: Precision, grid: &impl Fn(Grid) -> Address<u32>) -> kernels::Packing {
+    kernels::Packing {
+        grid: match precision.codes() {
+            Some(CodeType::Grid(codes)) => grid(codes),
+            _ => Address::NULL,
+        },
+        // A Format of kernels/packed_tile.cuh: BF16, then the rows.
+        format: precision.row_number().map_or(0, |row| row as i32 + 1),
+        group: precision.group_size().unwrap_or(0) as i32,
+        f16: i32::from(precision.scales() == ScaleType::F16),
     }
 }
 
 impl<A> MatrixKernels<A> {
     /// Those of a precision: `experts_{name}_gemv_..` of `few` and `experts_{name}_..`.
-    fn of(name: &str, few: &[Kernel<A>], precision: Precision) -> Self {
-        let (many, group) = span(precision);
+    fn of(name: &str, few: &[Kernel<A>], precision: Precision, grid: &impl Fn(Grid) -> Address<u32>) -> Self {
+        let many = span(precision);
         let wide = format!("experts_{name}_{many}_t{WIDE}");
         Self {
-            few: named(few, &format!("experts_{name}_gemv_{}", precision.name())),
+            few: named(few, &format!("experts_{name}_gemv_{}", row_name(precision))),
             many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), TILES),
             wide: kernels::GROUPED_KERNELS.iter().find(|kernel| kernel.name == wide).copied(),
-            group,
-            f16: i32::from(precision.scales() == ScaleType::F16),
+            packing: packing(precision, grid),
         }
     }
 }
 
 impl ExpertKernels {
-    /// Those of a layer.
-    pub(crate) fn of(layout: &ExpertLayout) -> Self {
-        let gate = MatrixKernels::of("gate_up", kernels::EXPERTS_GATE_UP_KERNELS, layout.gate.precision);
+    /// Those of a layer; `grid` knows where the grid of codes is.
+    pub(crate) fn of(layout: &ExpertLayout, grid: impl Fn(Grid) -> Address<u32>) -> Self {
+        let gate = MatrixKernels::of("gate_up", kernels::EXPERTS_GATE_UP_KERNELS, layout.gate.precision, &grid);
         Self {
             // The widest tiles are for experts with a gate alone.
             gate: MatrixKernels { wide: gate.wide.filter(|_| layout.kind() == ExpertKind::Gated), ..gate },
-            down: MatrixKernels::of("down", kernels::EXPERTS_DOWN_KERNELS, layout.down.precision),
+            down: MatrixKernels::of("down", kernels::EXPERTS_DOWN_KERNELS, layout.down.precision, &grid),
             down_at: layout.down_tile(0) as i32,
         }
     }
@@ -111,12 +132,12 @@ impl PackedLinear {
     /// Weights in a precision with scales in BF16.
     pub(super) fn new(precision: Precision, weights: DeviceBuffer<u8>) -> Self {
         assert_eq!(precision.scales(), ScaleType::Bf16, "dense weights");
-        let (few, (many, group)) = (precision.name(), span(precision));
+        let (few, many) = (precision.name(), span(precision));
         let all = kernels::LINEAR_KERNELS;
         Self {
             few: of_tiles(all, &format!("packed_linear_gemv_{few}"), [4, 8]),
             many: of_tiles(all, &format!("packed_linear_{many}"), TILES),
-            group,
+            group: precision.group_size().unwrap_or(0) as i32,
             weights,
         }
     }
@@ -156,8 +177,9 @@ mod tests {
 
     #[test]
     fn every_precision_has_its_kernels() {
-        for precision in Precision::all().into_iter().filter(|precision| *precision == precision.on_gpu()) {
-            let found = ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"));
+        for precision in Precision::all() {
+            let found =
+                ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"), |_| Address::NULL);
             assert_eq!(found.gate.many.map(|kernel| kernel.tile[0]), TILES, "{precision}");
             assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), TILES, "{precision}");
             for wide in [found.gate.wide, found.down.wide].into_iter().flatten() {
@@ -165,7 +187,8 @@ mod tests {
             }
         }
         for precision in [Precision::int4(32), Precision::int4(128), Precision::int8(64)] {
-            let found = ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"));
+            let found =
+                ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"), |_| Address::NULL);
             assert!(found.gate.wide.is_some() && found.down.wide.is_some(), "{precision}");
         }
     }

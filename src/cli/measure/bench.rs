@@ -8,6 +8,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
+use moebius_cache::Precision;
+
 use crate::backend::Rates;
 use crate::backend::batch::Batch;
 use crate::backend::cpu::op_times;
@@ -51,16 +53,16 @@ pub struct Workload {
     pub routing: Routing,
 }
 
-/// Loads random weights of a named shape. Errors: unknown shape, or it does not fit into memory.
+/// Loads random weights of a named shape: so many layers, and experts stored so. Errors: unknown shape, or it does not fit into memory.
 pub fn load_shape(
     name: &str,
-    layers: Option<usize>,
+    (layers, stored): (Option<usize>, Option<Precision>),
     config: &EngineConfig,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
     let model = shapes::shape(name, layers)?;
     let machine = load::machine(config, &Topology::read())?;
-    let spec = Spec::new(&model, config, Kept::NOTHING)?;
+    let spec = Spec::new(&model, config, Kept::of_shape(stored))?;
     let budget = Budget::new(&spec, &machine)?;
     let experts = spec.precision.clone().map(|p| synthetic::experts(&model, p)).transpose()?;
     load::assemble(&spec, Stored { resident: &Synthetic::of(&model), experts }, budget, machine, report)
@@ -113,7 +115,7 @@ pub fn run(
     let config = EngineConfig { max_sequences, prefix_cache: false, ..config.clone() };
     let mut loaded = match source {
         BenchModel::Directory(dir) => load::load(&ModelFolder::open(model, Description::read(dir)?)?, &config, report)?,
-        BenchModel::Shape { layers } => load_shape(model, layers, &config, report)?,
+        BenchModel::Shape { layers, stored } => load_shape(model, (layers, stored), &config, report)?,
     };
     let (ready_s, peak_ram_gib) = (started.elapsed().as_secs_f64(), gib(topology::peak_bytes()));
     workload.check(&loaded)?;
@@ -175,6 +177,8 @@ pub enum BenchModel<'a> {
     Shape {
         /// Layers to keep.
         layers: Option<usize>,
+        /// What the experts are stored in; of a checkpoint in BF16 if not given.
+        stored: Option<Precision>,
     },
 }
 

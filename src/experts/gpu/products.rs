@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use half::bf16;
-use moebius_cache::pack::ExpertLayout;
+use moebius_cache::pack::{CodeType, ExpertLayout, Grid};
 
 use super::Sizes;
 use super::epilogue::DeviceEpilogue;
@@ -18,8 +18,9 @@ use crate::experts::{Epilogue, ExpertShape};
 /// What the products need beside weights and tokens.
 pub(super) struct Products {
     cuda: Arc<Cuda>,
-    layout: ExpertLayout,        // of any layer: for its dimensions
-    kernels: Vec<ExpertKernels>, // [layers]
+    layout: ExpertLayout,                   // of any layer: for its dimensions
+    kernels: Vec<ExpertKernels>,            // [layers]
+    _grids: Vec<(Grid, DeviceBuffer<u32>)>, // held: launches have their addresses
     epilogue: DeviceEpilogue,
     experts: usize,
     pair_slot: DeviceBuffer<i32>, // [pairs]
@@ -59,9 +60,14 @@ impl Products {
     pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, epilogue: &Epilogue, sizes: &Sizes) -> Result<Self> {
         let (layout, layers, experts) = (shape.layouts[0], shape.layers(), shape.experts);
         let pairs = sizes.tokens * sizes.top_k;
+        let grids = grids(cuda, &shape.layouts)?;
+        let grid = |of: Grid| {
+            let found = grids.iter().find(|(grid, _)| *grid == of);
+            found.map_or(Address::NULL, |(_, words)| words.address())
+        };
         Ok(Self {
             layout,
-            kernels: shape.layouts.iter().map(ExpertKernels::of).collect(),
+            kernels: shape.layouts.iter().map(|layout| ExpertKernels::of(layout, grid)).collect(),
             epilogue: DeviceEpilogue::new(cuda, epilogue, layers)?,
             experts,
             pair_slot: DeviceBuffer::new(cuda, pairs)?,
@@ -70,6 +76,7 @@ impl Products {
             h: DeviceBuffer::new(cuda, pairs * layout.down.k)?,
             y: DeviceBuffer::new(cuda, pairs * layout.down.n)?,
             cuda: cuda.clone(),
+            _grids: grids,
         })
     }
 
@@ -81,8 +88,8 @@ impl Products {
         let grid = [self.layout.gate.n.div_ceil(TILE_ROWS), tokens * top_k, 1];
         let kernels = &self.kernels[layer].gate;
         launch!(self.cuda, &self.cuda.compute, kernels.few, grid;
-            routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, kernels.group,
-            kernels.f16, self.experts as i32, top_k as i32, self.epilogue.of(layer));
+            routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.experts as i32,
+            top_k as i32, kernels.packing, self.epilogue.of(layer));
     }
 
     /// Adds the products of `h` with `down`, weighted, to `out`.
@@ -91,9 +98,8 @@ impl Products {
         let (stream, hidden, intermediate) = (&self.cuda.compute, self.layout.gate.k, self.layout.down.k);
         let kernels = &self.kernels[layer];
         launch!(self.cuda, stream, kernels.down.few, [hidden.div_ceil(TILE_ROWS), tokens, 1];
-            ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32,
-            kernels.down.group, kernels.down.f16, kernels.down_at, self.experts as i32, top_k as i32,
-            self.epilogue.of(layer));
+            ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, kernels.down_at,
+            self.experts as i32, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
     }
 
     /// `y` of all pairs whose expert is in `table`, counted in `used` unless that is null.
@@ -113,12 +119,10 @@ impl Products {
         // Tiles of gate and of up take turns, or are all of up.
         launch!(cuda, stream, gate_up, [layout.gate.n.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES / 2), rows, 1];
             self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32,
-            intermediate as i32, kernels.gate.group, kernels.gate.f16, kernels.down_at, top_k as i32,
-            self.epilogue.of(layer));
+            intermediate as i32, kernels.down_at, top_k as i32, kernels.gate.packing, self.epilogue.of(layer));
         launch!(cuda, stream, down, [hidden.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES), rows, 1];
             self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32,
-            intermediate as i32, kernels.down.group, kernels.down.f16, kernels.down_at, top_k as i32,
-            self.epilogue.of(layer));
+            intermediate as i32, kernels.down_at, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
     }
 
     /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`.
@@ -128,4 +132,22 @@ impl Products {
         launch!(self.cuda, stream, kernels::experts_combine, [tokens, hidden.div_ceil(COMBINED), 1];
             ids, weights, table, self.y.address(), out.f32(), hidden as i32, self.experts as i32, top_k as i32);
     }
+}
+
+/// The grids of all layers' codes, each once.
+fn grids(cuda: &Arc<Cuda>, layouts: &[ExpertLayout]) -> Result<Vec<(Grid, DeviceBuffer<u32>)>> {
+    let mut found = Vec::<(Grid, DeviceBuffer<u32>)>::new();
+    for codes in layouts.iter().flat_map(|layout| [layout.gate, layout.down]).filter_map(|of| of.precision.codes()) {
+        let CodeType::Grid(grid) = codes else { continue };
+        if found.iter().any(|(known, _)| *known == grid) {
+            continue;
+        }
+        let places = grid.places();
+        let words = match cuda.is_plan() {
+            true => DeviceBuffer::new(cuda, places.len())?,
+            false => DeviceBuffer::from_slice(cuda, &places)?,
+        };
+        found.push((grid, words));
+    }
+    Ok(found)
 }

@@ -1,0 +1,340 @@
+// Every format that is codes x scales x groups in a row of ROWS: one decoder, of which compilers make what a format
+// needs. cache/src/pack/precision.rs and grid.rs have the same facts for the CPU, cache/FORMAT.md the order of bytes.
+//
+// A warp reads a unit of a tile: 64 inputs of 16 rows. Lane (g, t) has rows 4q .. 4q + 3 (q = g % 4), in block g / 4 of
+// the unit's two, inputs 8t .. 8t + 7: 16 bytes of each line that it needs.
+#pragma once
+#include "packed_tile.cuh"
+
+enum Codes {
+    INTEGERS,
+    OF_E2M1,    // four bits that stand for twice their value
+    OF_IQ4,     // four bits of llama.cpp's kvalues_iq4nl
+    OF_E4M3,    // floats
+    EIGHT_GRID, // an index of eight magnitudes (IQ2), and their signs
+    FOUR_GRID   // of four (IQ3)
+};
+enum Scales {
+    SINGLE,      // [16] of two bytes
+    WIDE,        // [16] f32
+    OF_ROW,      // head [16] f32, of the row; [16] E4M3, so many of it
+    WITH_OFFSET, // [16] f16, offsets [16] f16
+    ZEROS,       // [16] of two bytes, [16] u8: the code that stands for 0
+    COUNTED,     // head d [16] f16, of the super-block, and dmin where there are offsets; counts
+    ODD          // head d [16] f16; (2 count + 1) d, halved
+};
+
+struct Row {
+    Codes codes;
+    int bits; // of a code; of a grid's index above its byte
+    int zero; // what is stored for 0; of a grid whether each weight has a bit for its sign
+    Scales scales;
+    int group;      // inputs that share a scale; 0: the launch says
+    int count_bits; // 0 of ODD: counts lie above the signs
+    int count_zero; // what is stored for a count of 0; of ODD how often the scale is halved
+    bool offsets;
+};
+constexpr Row ROWS[] = {
+    {INTEGERS, 2, 0, COUNTED, 16, 4, 0, true},     // Q2_K
+    {INTEGERS, 3, 4, COUNTED, 16, 6, 32, false},   // Q3_K
+    {INTEGERS, 4, 0, COUNTED, 32, 6, 0, true},     // Q4_K
+    {INTEGERS, 5, 0, COUNTED, 32, 6, 0, true},     // Q5_K
+    {INTEGERS, 6, 32, COUNTED, 16, 8, 128, false}, // Q6_K
+    {OF_IQ4, 4, 0, COUNTED, 32, 6, 32, false},     // IQ4_XS
+    {OF_IQ4, 4, 0, SINGLE, 32, 0, 0, false},       // IQ4_NL
+    {INTEGERS, 4, 0, WITH_OFFSET, 32, 0, 0, true}, // Q4_1
+    {INTEGERS, 5, 0, WITH_OFFSET, 32, 0, 0, true}, // Q5_1
+    {INTEGERS, 5, 16, SINGLE, 32, 0, 0, false},    // Q5_0
+    {OF_E2M1, 4, 0, OF_ROW, 16, 0, 0, false},      // NVFP4
+    {EIGHT_GRID, 0, 0, ODD, 32, 0, 3, false},      // IQ2_XXS
+    {EIGHT_GRID, 1, 0, ODD, 16, 4, 3, false},      // IQ2_XS
+    {EIGHT_GRID, 2, 1, ODD, 16, 4, 3, false},      // IQ2_S
+    {FOUR_GRID, 0, 0, ODD, 32, 0, 2, false},       // IQ3_XXS
+    {FOUR_GRID, 1, 1, ODD, 32, 4, 0, false},       // IQ3_S
+    {INTEGERS, 4, 0, ZEROS, 0, 0, 0, true},        // UINT4
+    {OF_E4M3, 8, 0, SINGLE, 0, 0, 0, false},       // FP8
+    {OF_E4M3, 8, 0, WIDE, 0, 0, 0, false},         // FP8_F32
+};
+
+template <Format F> struct RowOf {
+    static constexpr Row ROW = ROWS[F - Q2_K];
+    static constexpr int SUPER_BLOCK = 256, BLOCKS = SUPER_BLOCK / K_BLOCK;
+    static constexpr bool GRID = ROW.codes == EIGHT_GRID || ROW.codes == FOUR_GRID,
+                          HAS_SUPER_BLOCKS = ROW.scales == COUNTED || ROW.scales == ODD;
+    // Lines of a block; a grid's super-block has two more of upper bits where each weight has a bit for its sign.
+    static constexpr int LINES = ROW.codes == EIGHT_GRID ? 2 : ROW.codes == FOUR_GRID ? 3 : ROW.bits;
+    static constexpr int MORE_LINES = GRID && ROW.zero ? 2 : 0;
+    static constexpr int LOADS = GRID ? 2 + ROW.zero : ROW.bits == 2 || ROW.bits == 4 ? 1 : 2; // lines of a lane
+    static constexpr int GRID_WORDS = !GRID ? 0 : 256 << ROW.bits;
+    static constexpr int HEAD = ROW.scales == OF_ROW ? 64 : HAS_SUPER_BLOCKS ? 32 * (1 + ROW.offsets) : 0;
+    static constexpr int RECORD = ROW.scales == SINGLE    ? 32
+        : ROW.scales == WIDE || ROW.scales == WITH_OFFSET ? 64
+        : ROW.scales == ZEROS                             ? 48
+        : ROW.scales == OF_ROW                            ? 16
+                                                          : 2 * ROW.count_bits * (1 + ROW.offsets);
+    static constexpr int GROUPS = ROW.group ? SUPER_BLOCK / ROW.group : 1, // of a super-block
+        SUPER_BYTES = HEAD + GROUPS * RECORD;
+    static constexpr int PARTS = ROW.group == 16 ? 2 : 1; // groups of a block
+    // Added to codes, so that they are bytes without a sign; less than 128 but of IQ4.
+    static constexpr int BIAS = ROW.codes == OF_IQ4 ? 128 : 64;
+};
+
+template <Format F> __device__ __forceinline__ uint32_t row_scale_bytes(int k, int group) {
+    using R = RowOf<F>;
+    const int bytes = R::HAS_SUPER_BLOCKS ? k / R::SUPER_BLOCK * R::SUPER_BYTES
+                                          : R::HEAD + k / (R::ROW.group ? R::ROW.group : group) * R::RECORD;
+    return (uint32_t)(bytes + 63) / 64u * 64u;
+}
+template <Format F> __device__ __forceinline__ uint32_t row_tile_bytes(int k, int group) {
+    using R = RowOf<F>;
+    return row_scale_bytes<F>(k, group) +
+        (uint32_t)(k / K_BLOCK * R::LINES + k / R::SUPER_BLOCK * R::MORE_LINES) * LINE_BYTES;
+}
+
+// What a lane has read of a unit, `parts` groups of its block; what a format does not need is not there.
+struct RowUnit {
+    uint4 lines[3]; // of rows 4q .. 4q + 3
+    uint4 head;
+    uint32_t record[2][2];
+    int block; // of the row's
+};
+
+__device__ __forceinline__ uint32_t of_row(const uint4& of, int r) {
+    return r == 0 ? of.x : r == 1 ? of.y : r == 2 ? of.z : of.w;
+}
+
+// Unit `u` of a tile, whose codes begin at `codes`; blocks beyond k are zero. Of groups of 16 those of PARTS = 1 are
+// the lane's own.
+template <Format F, int PARTS>
+__device__ __forceinline__ void load_row_unit(
+    RowUnit& unit, const uint8_t* tile, int u, int k, int group_shift, uint32_t codes) {
+    using R = RowOf<F>;
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, q = g % 4, block = 2 * u + g / 4;
+    const bool there = block * K_BLOCK < k;
+    unit.block = block;
+    auto word = [&](const uint8_t* from) { return there ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0u; };
+    auto words2 = [&](const uint8_t* from) {
+        return there ? __ldg(reinterpret_cast<const uint2*>(from)) : make_uint2(0, 0);
+    };
+    auto words4 = [&](const uint8_t* from) {
+        return there ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
+    };
+
+    const int super = block / R::BLOCKS, within = block % R::BLOCKS;
+    const uint8_t* lines = tile + codes + (size_t)(block * R::LINES + super * R::MORE_LINES) * LINE_BYTES + q * 16;
+#pragma unroll
+    for (int i = 0; i < R::LOADS; i++) {
+        int line;
+        if (R::ROW.codes == EIGHT_GRID) // index, signs, upper bits
+            line = i < 2 ? i : (R::BLOCKS - within) * R::LINES + within / 4;
+        else if (R::ROW.codes == FOUR_GRID)
+            line = i == 0 ? t / 2 : i == 1 ? 2 : (R::BLOCKS - within) * R::LINES + within / 4;
+        else if (R::ROW.bits == 8)
+            line = 2 * t + i;
+        else if (R::ROW.bits == 6)
+            line = t / 2 * 3 + (i == 0 ? t % 2 : 2);
+        else // the last of an odd number is of one bit
+            line = i == 0 ? t / (R::ROW.bits < 4 ? 2 : 1) : R::LINES - 1;
+        unit.lines[i] =
+            there ? load_streaming(reinterpret_cast<const uint4*>(lines + line * LINE_BYTES)) : make_uint4(0, 0, 0, 0);
+    }
+
+    const int group = R::ROW.group == 16 ? 2 * block : R::ROW.group == 32 ? block : block * K_BLOCK >> group_shift;
+    const uint8_t* head = tile + (R::HAS_SUPER_BLOCKS ? (size_t)super * R::SUPER_BYTES : 0);
+    const uint8_t* record = head + R::HEAD + (R::HAS_SUPER_BLOCKS ? group % R::GROUPS : group) * R::RECORD;
+    if (PARTS < R::PARTS) record += t / 2 * R::RECORD;
+    uint2 low = make_uint2(0, 0), high = make_uint2(0, 0);
+    if constexpr (R::HAS_SUPER_BLOCKS) {
+        low = words2(head + q * 8);
+        if (R::ROW.offsets) high = words2(head + 32 + q * 8);
+    } else if constexpr (R::ROW.scales == SINGLE || R::ROW.scales == WITH_OFFSET || R::ROW.scales == ZEROS) {
+        low = words2(record + q * 8);
+        if (R::ROW.scales == WITH_OFFSET) high = words2(record + 32 + q * 8);
+        if (R::ROW.scales == ZEROS) high.x = word(record + 32 + q * 4);
+    }
+    unit.head = R::ROW.scales == WIDE ? words4(record + q * 16)
+        : R::ROW.scales == OF_ROW     ? words4(tile + q * 16)
+                                      : make_uint4(low.x, low.y, high.x, high.y);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        const uint8_t* from = record + part * R::RECORD;
+        uint32_t first = 0, second = 0;
+        if constexpr (R::ROW.scales == OF_ROW) {
+            first = word(from + q * 4);
+        } else if constexpr (R::ROW.scales == ODD) {
+            if (R::ROW.count_bits) first = word(from + q % 2 * 4);
+        } else if constexpr (R::ROW.scales == COUNTED) {
+            if constexpr (R::ROW.count_bits == 6 && !R::ROW.offsets) {
+                first = word(from + q % 2 * 4);
+                second = word(from + 8);
+            } else {
+                first = word(from + q * 4);
+                if (R::ROW.count_bits == 6) second = word(from + 16 + q % 2 * 4);
+            }
+        }
+        unit.record[part][0] = first, unit.record[part][1] = second;
+    }
+}
+
+// An E4M3 number whose byte is the highest of `x`; NaN is 480.
+__device__ __forceinline__ float e4m3_above(uint32_t x) {
+    return __uint_as_float((x & 0x80000000u) | (x >> 4 & 0x07f00000u)) * 0x1p120f;
+}
+
+// Scale and offset of row 4q + r in group `part` of those that were loaded, exact.
+template <Format F> __device__ __forceinline__ float2 row_scale(const RowUnit& unit, int part, int r, bool f16) {
+    using R = RowOf<F>;
+    constexpr Row ROW = R::ROW;
+    [[maybe_unused]] const uint32_t first = unit.record[part][0] >> 8 * r, second = unit.record[part][1] >> 8 * r;
+    [[maybe_unused]] auto number = [&](uint32_t low, uint32_t high, bool f16) {
+        const float2 pair = scales_f32(r < 2 ? low : high, f16);
+        return r % 2 ? pair.y : pair.x;
+    };
+    [[maybe_unused]] const int q = threadIdx.x % WARP / 4 % 4,
+                               eight = q / 2 * 4; // half a byte for each of rows r and r + 8
+    // IQ4_NL, Q5_0 and all that have heads: f16. UINT4 and FP8: the launch says.
+    [[maybe_unused]] const float d = number(unit.head.x, unit.head.y, ROW.group != 0 || f16);
+    [[maybe_unused]] const float more = ROW.offsets ? number(unit.head.z, unit.head.w, true) : 0.0f;
+    float scale, offset = 0.0f;
+    if constexpr (ROW.scales == WIDE) {
+        scale = __uint_as_float(of_row(unit.head, r));
+    } else if constexpr (ROW.scales == OF_ROW) {
+        scale = e4m3_above(first << 24) * __uint_as_float(of_row(unit.head, r));
+    } else if constexpr (ROW.scales == SINGLE) {
+        scale = d;
+    } else if constexpr (ROW.scales == WITH_OFFSET) {
+        scale = d, offset = more;
+    } else if constexpr (ROW.scales == ZEROS) {
+        scale = d, offset = -(d * (float)(unit.head.z >> 8 * r & 0xffu));
+    } else if constexpr (ROW.scales == ODD) {
+        const uint32_t count = ROW.count_bits ? first >> eight & 15u : of_row(unit.lines[1], r) >> 28;
+        scale = d * ((float)(2 * count + 1) / (float)(1 << ROW.count_zero));
+    } else {
+        uint32_t count = first & 0xffu, taken = 0;
+        if constexpr (ROW.count_bits == 4) {
+            count = first & 15u, taken = first >> 4 & 15u;
+        } else if constexpr (ROW.count_bits == 6 && ROW.offsets) {
+            count = first & 63u, taken = (first >> 6 & 3u) | (second >> eight & 15u) << 2;
+        } else if constexpr (ROW.count_bits == 6) {
+            count = (first >> eight & 15u) | (second >> 2 * q & 3u) << 4;
+        }
+        scale = d * (float)((int)count - ROW.count_zero);
+        if constexpr (ROW.offsets) offset = -(more * (float)taken);
+    }
+    return make_float2(scale, offset);
+}
+
+// The bytes of a table of 16 whose places are the nibbles of `word`: in `four[0]` those of lower nibbles.
+__device__ __forceinline__ void of_table(
+    uint32_t word, uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&four)[2]) {
+    auto of_half = [&](uint32_t half) {
+        const uint32_t low = __byte_perm(a, b, half & 0x7777u), high = __byte_perm(c, d, half & 0x7777u);
+        return __byte_perm(low, high, (half >> 1 & 0x4444u) | 0x3210u);
+    };
+    const uint32_t first = of_half(word & 0xffffu), second = of_half(word >> 16);
+    four[0] = __byte_perm(first, second, 0x6420), four[1] = __byte_perm(first, second, 0x7531);
+}
+
+// Four magnitudes with their signs, which are bits of `signs`; 64 more.
+__device__ __forceinline__ uint32_t with_signs(uint32_t magnitudes, uint32_t signs) {
+    const uint32_t negative = ((signs & 15u) * 0x00204081u & 0x01010101u) * 0xffu;
+    return 0x40404040u + magnitudes - ((magnitudes & negative) << 1);
+}
+
+// The codes of this lane's 8 inputs of row 4q + r, bytes with BIAS more; of E4M3 its bytes. `grid`: of each index the
+// places of its magnitudes among those there are, a nibble each.
+template <Format F>
+__device__ __forceinline__ void row_codes(const RowUnit& unit, int r, const uint32_t* grid, uint32_t (&four)[2]) {
+    using R = RowOf<F>;
+    constexpr Row ROW = R::ROW;
+    const int t = threadIdx.x % 4;
+    const uint32_t word = of_row(unit.lines[0], r);
+    [[maybe_unused]] const uint32_t second = R::LOADS > 1 ? of_row(unit.lines[1], r) : 0;
+    if constexpr (ROW.codes == OF_E4M3) {
+        four[0] = word, four[1] = second;
+    } else if constexpr (ROW.codes == OF_E2M1) {
+        of_table(word, 0x43424140u, 0x4c484644u, 0x3d3e3f40u, 0x34383a3cu, four);
+    } else if constexpr (ROW.codes == OF_IQ4) {
+        of_table(word, 0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u, four);
+    } else if constexpr (R::GRID) {
+        const uint32_t upper = ROW.zero ? of_row(unit.lines[2], r) >> 8 * (unit.block % 4) : 0;
+        uint32_t signs = ROW.zero ? second >> 8 * t & 0xffu : second >> 7 * t & 0x7fu;
+        if (!ROW.zero) signs |= (__popc(signs) & 1u) << 7; // an even number of them
+        if constexpr (ROW.codes == EIGHT_GRID) {
+            uint32_t index = word >> 8 * t & 0xffu;
+            if (ROW.bits == 1) index |= (second >> (28 + t) & 1u) << 8;
+            if (ROW.bits == 2) index |= (upper >> 2 * t & 3u) << 8;
+            const uint32_t places = grid[index];
+            four[0] = with_signs(__byte_perm(0x002b1908u, 0, places & 0xffffu), signs);
+            four[1] = with_signs(__byte_perm(0x002b1908u, 0, places >> 16), signs >> 4);
+        } else {
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                uint32_t index = word >> (t % 2 * 16 + 8 * m) & 0xffu;
+                if (ROW.bits == 1) index |= (upper >> (2 * t + m) & 1u) << 8;
+                const uint32_t magnitudes = ROW.zero ? __byte_perm(0x07050301u, 0x0f0d0b09u, grid[index])
+                                                     : __byte_perm(0x1c140c04u, 0x3e342c24u, grid[index]);
+                four[m] = with_signs(magnitudes, signs >> 4 * m);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            uint32_t codes = ROW.bits < 4 ? word >> (t % 2 * 4 + 2 * m) & 0x03030303u : word >> 4 * m & 0x0f0f0f0fu;
+            if (ROW.bits % 2) codes |= (second >> (2 * t + m) & 0x01010101u) << (ROW.bits - 1);
+            if (ROW.bits == 6) codes |= (second >> (t % 2 * 4 + 2 * m) & 0x03030303u) << 4;
+            four[m] = codes + (64 - ROW.zero) * 0x01010101u;
+        }
+    }
+}
+
+// Two codes of row_codes as bf16 numbers, exact: the first or the last ones of four.
+template <Format F> __device__ __forceinline__ uint32_t row_pair(uint32_t four, bool last) {
+    constexpr Codes CODES = RowOf<F>::ROW.codes;
+    if constexpr (CODES == OF_E4M3) {
+        const uint32_t above = __byte_perm(four, 0, last ? 0x3424 : 0x1404); // each the upper byte of its half
+        return fma_bf16x2((above & 0x80008000u) | (above >> 4 & 0x07f007f0u), 0x7b807b80u, 0x80008000u);
+    } else {
+        const uint32_t bytes = __byte_perm(four, 0x43u, last ? 0x4342 : 0x4140);
+        return CODES == OF_IQ4 ? int8_pair(bytes) : fma_bf16x2(bytes, 0x3f803f80u, 0xc340c340u);
+    }
+}
+
+// Calls act(Constant<F>) of the format of a launch.
+template <class Act> __device__ __forceinline__ void with_row(int format, Act act) {
+    switch (format) {
+#define PACKED_ROW_CASE(name, F)                                                                                       \
+    case F: act(Constant<F>{}); break;
+        PACKED_ROWS(PACKED_ROW_CASE)
+    default: break;
+    }
+}
+
+// Bytes of a tile's scales, and of a tile.
+struct TileBytes {
+    uint32_t scales, all;
+};
+template <Format F> __device__ __forceinline__ TileBytes tile_bytes_of(int k, const Packing& packing) {
+    TileBytes bytes{0, 0};
+    if constexpr (F == ANY_ROW)
+        with_row(packing.format, [&](auto f) {
+            constexpr Format ROW = decltype(f)::value;
+            bytes = {row_scale_bytes<ROW>(k, packing.group), row_tile_bytes<ROW>(k, packing.group)};
+        });
+    else if constexpr (is_row(F))
+        bytes = {row_scale_bytes<F>(k, packing.group), row_tile_bytes<F>(k, packing.group)};
+    else
+        bytes = {scale_bytes<F>(k, packing.group), tile_bytes<F>(k, packing.group)};
+    return bytes;
+}
+
+// How many words a format's grid has.
+__device__ __forceinline__ int grid_words(int format) {
+    int words = 0;
+    with_row(format, [&](auto f) { words = RowOf<decltype(f)::value>::GRID_WORDS; });
+    return words;
+}
+// Copies the grid of a format to shared memory, by all threads of the block; a barrier must follow.
+__device__ __forceinline__ void copy_grid(uint32_t* to, const uint32_t* grid, int words) {
+    for (int i = threadIdx.x; i < words; i += blockDim.x) to[i] = __ldg(grid + i);
+}
