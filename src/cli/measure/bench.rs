@@ -53,7 +53,9 @@ pub struct Workload {
     pub routing: Routing,
 }
 
-/// Loads random weights of a named shape: so many layers, and experts stored so. Errors: unknown shape, or it does not fit into memory.
+/// Loads random weights of a named shape: so many layers, and experts stored so.
+///
+/// Errors: unknown shape, or it does not fit into memory.
 pub fn load_shape(
     name: &str,
     (layers, stored): (Option<usize>, Option<Precision>),
