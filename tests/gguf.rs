@@ -187,6 +187,10 @@ fn the_same_weights_give_the_same_logits() {
         // Key/value heads of the layers that have some; layers without are convolutions.
         ("lfm2_moe", &[]),
         ("kimi_linear", &[]),
+        // Experts by token in a tensor of 32 bits; connections of streams outside of layers.
+        ("deepseek_v4", &[]),
+        // And an indexer with pooled keys beside Kimi delta attention.
+        ("glm5_next", &[]),
         // What a layer is, is known by its tensors; norms in groups, experts without a gate.
         ("nemotron_h", &[]),
         // Gate and up apart; results multiplied.

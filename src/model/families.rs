@@ -115,6 +115,8 @@ pub const GGUF: &[Gguf] = &[
     deepseek::GGUF_MISTRAL4,
     deepseek::GGUF_V32,
     deepseek::GGUF_GLM,
+    deepseek_v4::GGUF,
+    glm5_next::GGUF,
     qwen_moe::GGUF_QWEN3,
     qwen_moe::GGUF_QWEN3_VL,
     qwen_moe::GGUF_QWEN2,

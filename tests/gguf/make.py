@@ -61,6 +61,44 @@ ARCHITECTURES = {
     "nemotron_h": ("nemotron_h_moe", gguf.MODEL_ARCH.NEMOTRON_H_MOE),
     "granitemoehybrid": ("granitehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID),
     "minimax_m3_vl_text": ("minimax-m3", gguf.MODEL_ARCH.GLM4_MOE),
+    "deepseek_v4": ("deepseek4", gguf.MODEL_ARCH.DEEPSEEK2),
+    "glm5_next_text": ("glm5-next", gguf.MODEL_ARCH.KIMI_LINEAR),
+}
+# All that DeepSeek-V4 has outside of its experts.
+DEEPSEEK4 = {
+    "embed.weight": "token_embd",
+    "norm.weight": "output_norm",
+    "head.weight": "output",
+    "hc_head_fn": "output_hc_fn",
+    "hc_head_base": "output_hc_base",
+    "hc_head_scale": "output_hc_scale",
+    **{f"hc_{part}_{of}": f"hc_{part}_{of}" for part in ("attn", "ffn") for of in ("fn", "base", "scale")},
+    "attn.attn_sink": "attn_sinks",
+    "attn.wq_a.weight": "attn_q_a",
+    "attn.wq_b.weight": "attn_q_b",
+    "attn.q_norm.weight": "attn_q_a_norm",
+    "attn.wkv.weight": "attn_kv",
+    "attn.kv_norm.weight": "attn_kv_a_norm",
+    "attn.wo_a.weight": "attn_output_a",
+    "attn.wo_b.weight": "attn_output_b",
+    "attn.compressor.ape": "attn_compressor_ape",
+    "attn.compressor.wkv.weight": "attn_compressor_kv",
+    "attn.compressor.wgate.weight": "attn_compressor_gate",
+    "attn.compressor.norm.weight": "attn_compressor_norm",
+    "attn.indexer.wq_b.weight": "indexer.attn_q_b",
+    "attn.indexer.weights_proj.weight": "indexer.proj",
+    "attn.indexer.compressor.ape": "indexer_compressor_ape",
+    "attn.indexer.compressor.wkv.weight": "indexer_compressor_kv",
+    "attn.indexer.compressor.wgate.weight": "indexer_compressor_gate",
+    "attn.indexer.compressor.norm.weight": "indexer_compressor_norm",
+    "attn_norm.weight": "attn_norm",
+    "ffn_norm.weight": "ffn_norm",
+    "ffn.gate.weight": "ffn_gate_inp",
+    "ffn.gate.bias": "exp_probs_b",
+    "ffn.gate.tid2eid": "ffn_gate_tid2eid",
+    "ffn.shared_experts.w1.weight": "ffn_gate_shexp",
+    "ffn.shared_experts.w2.weight": "ffn_down_shexp",
+    "ffn.shared_experts.w3.weight": "ffn_up_shexp",
 }
 # What else llama.cpp calls something that the package does not know.
 NAMES = {
@@ -83,6 +121,10 @@ NAMES = {
     "ple.conv1d": "ple_conv1d",
     "self_attn.indexer.q_layernorm": "indexer.q_norm",
     "self_attn.indexer.k_layernorm": "indexer.k_norm",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
     "self_attn.index_q_proj": "indexer.q_proj",
     "self_attn.index_k_proj": "indexer.k_proj",
     "self_attn.index_q_norm": "indexer.q_norm",
@@ -268,7 +310,8 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_layer_norm_rms_eps(c["rms_norm_eps"])
     rope = c.get("rope_parameters") or c
     full = rope.get("full_attention", rope)
-    w.add_rope_freq_base(full["rope_theta"])
+    if "rope_theta" in full:
+        w.add_rope_freq_base(full["rope_theta"])
     if "sliding_attention" in rope or "swa_rope_theta" in c:
         w.add_rope_freq_base_swa(rope.get("sliding_attention", {"rope_theta": c.get("swa_rope_theta")})["rope_theta"])
     if "windowed" in c:
@@ -284,6 +327,49 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_feed_forward_length(c["intermediate_size"])
         w.add_rope_dimension_count(c["rotary_dim"])
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch == "deepseek4":
+        w.add_rope_dimension_count(c["qk_rope_head_dim"])
+        w.add_q_lora_rank(c["q_lora_rank"])
+        w.add_sliding_window(c["sliding_window"])
+        w.add_expert_shared_count(c["n_shared_experts"])
+        w.add_expert_weights_scale(c["routed_scaling_factor"])
+        w.add_expert_weights_norm(c["norm_topk_prob"])
+        for key, field in [
+            ("attention.output_group_count", "o_groups"),
+            ("attention.output_lora_rank", "o_lora_rank"),
+            ("hyper_connection.count", "hc_mult"),
+            ("hyper_connection.sinkhorn_iterations", "hc_sinkhorn_iters"),
+            ("hash_layer_count", "num_hash_layers"),
+        ]:
+            w.add_uint32(f"deepseek4.{key}", c[field])
+        w.add_float32("deepseek4.hyper_connection.epsilon", c["hc_eps"])
+        w.add_float32("deepseek4.attention.compress_rope_freq_base", c["compress_rope_theta"])
+        w.add_array("deepseek4.attention.compress_ratios", c["compress_ratios"])
+        for part in ("exp", "shexp"):
+            w.add_array(f"deepseek4.swiglu_clamp_{part}", [float(c["swiglu_limit"])] * c["num_hidden_layers"])
+    if arch == "glm5-next":
+        w.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
+        w.add_q_lora_rank(c["q_lora_rank"])
+        w.add_kv_lora_rank(c["kv_lora_rank"])
+        w.add_rope_dimension_count(0)
+        w.add_key_length_mla(c["qk_nope_head_dim"])
+        w.add_value_length_mla(c["v_head_dim"])
+        w.add_leading_dense_block_count(c["mlp_layer_types"].count("dense"))
+        w.add_expert_shared_count(c["n_shared_experts"])
+        w.add_expert_weights_scale(c["routed_scaling_factor"])
+        w.add_expert_weights_norm(c["norm_topk_prob"])
+        for key, field in [
+            ("kda.head_dim", "linear_head_dim"),
+            ("attention.indexer.kpool", "index_kpool"),
+            ("hyper_connection.count", "hc_mult"),
+            ("hyper_connection.sinkhorn_iterations", "hc_sinkhorn_iters"),
+        ]:
+            w.add_uint32(f"glm5-next.{key}", c[field])
+        w.add_bool("glm5-next.attention.indexer.kpool_select_tail", c["index_kpool_always_select_tail"])
+        w.add_float32("glm5-next.kda.gate_lower_bound", c["linear_lower_bound"])
+        w.add_float32("glm5-next.hyper_connection.epsilon", c["hc_eps"])
+        for part in ("exp", "shexp"):
+            w.add_array(f"glm5-next.swiglu_clamp_{part}", [float(c["swiglu_limit"])] * c["num_hidden_layers"])
     if arch == "kimi-linear":
         w.add_ssm_conv_kernel(c["linear_attn_config"]["short_conv_kernel_size"])
         w.add_uint32("kimi-linear.kda.head_dim", c["linear_attn_config"]["head_dim"])
@@ -600,9 +686,23 @@ def model(fixture, out, types, split, fuse, old, changes):
         whole = add("per_layer_token_embd.weight", np.concatenate(parts), types[0])
         stand_for.update(zip(shards, np.split(whole, np.cumsum([len(part) for part in parts])[:-1])))
     for key, values in tensors.items():
-        stem, suffix = key.rsplit(".", 1)
+        stem, _, suffix = key.rpartition(".")
         layer = re.search(r"layers\.(\d+)", key)
         block = f"blk.{layer[1]}" if layer else ""
+        if arch == "glm5-next" and suffix.startswith(("hc_", "index_kpool_compress_")):
+            name = suffix.replace("index_kpool_compress_", "indexer_compressor_")
+            stand_for[key] = add(f"{block}.{name}.weight", values, Type.F32)
+            continue
+        if arch == "deepseek4":
+            name = DEEPSEEK4[re.sub(r"^layers\.\d+\.", "", key)]
+            name = (f"{block}." if layer else "") + name + (".bias" if name == "exp_probs_b" else ".weight")
+            if values.dtype == np.int64:
+                w.add_tensor(name, values.astype(np.int32))
+                stand_for[key] = values
+                continue
+            small = key.endswith(("ape", "ffn.gate.weight")) or ".hc_" in f".{key}"
+            stand_for[key] = add(name, values, Type.F32 if small else types[0])
+            continue
         if suffix in ("e_score_correction_bias", "router_bias", "expert_bias"):
             name = f"{block}.exp_probs_b" + (".bias" if suffix != "expert_bias" or arch == "lfm2moe" else "")
             stand_for[key] = add(name, values.squeeze(), Type.F32).reshape(values.shape)
@@ -660,7 +760,7 @@ def model(fixture, out, types, split, fuse, old, changes):
                     data = mxfp4_blocks(of(values), of(tensors[key.replace("_blocks", "_scales")]))
                     w.add_tensor(f"{block}.ffn_{part}_exps.weight", data, raw_dtype=Type.MXFP4)
             continue
-        if stem.endswith("kv_b_proj") and arch in (*LATENTS, "kimi-linear"):
+        if stem.endswith("kv_b_proj") and arch in (*LATENTS, "kimi-linear", "glm5-next"):
             heads, v = c["num_attention_heads"], c["v_head_dim"]
             by_head = values.reshape(heads, -1, c["kv_lora_rank"])
             k_b, v_b = by_head[:, :-v], by_head[:, -v:]

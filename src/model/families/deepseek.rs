@@ -7,7 +7,7 @@ use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::{Value, json};
 
 use super::fields::Fields;
-use super::gguf::{Gguf, Header};
+use super::gguf::{Gguf, Header, Tensors};
 use crate::model::{
     Attention, ChosenBy, Ffn, GroupScore, Groups, Indexer, Mla, Mlp, ModelConfig, Moe, Names, Router, Score, Scoring,
     Selection, SharedExpert,
@@ -222,19 +222,20 @@ pub(super) const GGUF_MISTRAL4: Gguf = Gguf {
 
 /// DeepSeek-V3.2 in GGUF files.
 pub(super) const GGUF_V32: Gguf = Gguf {
-    names: GgufNames { architecture: "deepseek32", tensors: INDEXER, permuted: &[] },
+    names: GgufNames { architecture: "deepseek32", tensors: &INDEXER, permuted: &[] },
     model_types: &["deepseek_v32"],
     config: |header| gguf_selecting(header, "deepseek_v32"),
 };
 
 /// GLM-5 in GGUF files.
 pub(super) const GGUF_GLM: Gguf = Gguf {
-    names: GgufNames { architecture: "glm-dsa", tensors: INDEXER, permuted: &[] },
+    names: GgufNames { architecture: "glm-dsa", tensors: &INDEXER, permuted: &[] },
     model_types: &["glm_moe_dsa"],
     config: |header| gguf_selecting(header, "glm_moe_dsa"),
 };
 
-const INDEXER: &[(&str, &str)] = &[
+/// What GGUF files call tensors of an indexer.
+pub(super) const INDEXER: Tensors<5> = [
     ("indexer.attn_q_b.weight", "self_attn.indexer.wq_b.weight"),
     ("indexer.attn_k.weight", "self_attn.indexer.wk.weight"),
     ("indexer.proj.weight", "self_attn.indexer.weights_proj.weight"),

@@ -3,7 +3,11 @@
 //!
 //! Source: HF modeling_deepseek_v4.
 
+use moebius_cache::checkpoint::gguf::GgufNames;
+use serde_json::json;
+
 use super::fields::{Fields, checked, missing, wrong};
+use super::gguf::{Gguf, joined};
 use super::{deepseek, glm5_next};
 use crate::model::{
     Attention, ChosenBy, Compressed, Compressor, Ffn, Indexer, LastRead, LayerConfig, Mlp, ModelConfig, Moe, Names,
@@ -44,21 +48,25 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let connections = glm5_next::connections(f, LastRead::Shares)?;
     let layers = super::layers(f, |layer| Attention::Compressed(attentions[layer].clone()), ffn)?;
     let connected = |layer| LayerConfig { residual: Residual::Connected(connections), ..layer };
-    let names = Names {
-        body: "",
-        embedding: "embed",
-        head: "head",
-        attention_norm: "attn_norm",
-        ffn_norm: "ffn_norm",
-        attention: "attn",
-        sinks: "attn_sink",
-        mlp_projections: ["w1", "w3", "w2"],
-        router: "ffn.gate",
-        correction_bias: "ffn.gate.bias",
-        shared_expert: "ffn.shared_experts",
-        experts: "ffn.experts",
-        expert_projections: ["w1", "w3", "w2"],
-        ..Names::COMMON
+    // In GGUF files they are as most families'.
+    let names = match f.bool_or("common_names", false)? {
+        true => Names::COMMON,
+        false => Names {
+            body: "",
+            embedding: "embed",
+            head: "head",
+            attention_norm: "attn_norm",
+            ffn_norm: "ffn_norm",
+            attention: "attn",
+            sinks: "attn_sink",
+            mlp_projections: ["w1", "w3", "w2"],
+            router: "ffn.gate",
+            correction_bias: "ffn.gate.bias",
+            shared_expert: "ffn.shared_experts",
+            experts: "ffn.experts",
+            expert_projections: ["w1", "w3", "w2"],
+            ..Names::COMMON
+        },
     };
     Ok(ModelConfig { names, ..super::model(f, layers.into_iter().map(connected).collect())? })
 }
@@ -127,3 +135,61 @@ fn attentions(f: &Fields<'_>) -> Result<Vec<Compressed>> {
     let ratios = ratios.get(..layers).ok_or_else(|| wrong("compress_ratios", &format!("one for each of {layers}")))?;
     ratios.iter().map(of_layer).collect()
 }
+
+/// `deepseek_v4` in GGUF files.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames {
+        architecture: "deepseek4",
+        tensors: &joined::<6, 18, 24>(
+            glm5_next::GGUF_CONNECTIONS,
+            [
+                ("attn_q_a.weight", "self_attn.wq_a.weight"),
+                ("attn_q_a_norm.weight", "self_attn.q_norm.weight"),
+                ("attn_q_b.weight", "self_attn.wq_b.weight"),
+                ("attn_kv.weight", "self_attn.wkv.weight"),
+                ("attn_kv_a_norm.weight", "self_attn.kv_norm.weight"),
+                ("attn_output_a.weight", "self_attn.wo_a.weight"),
+                ("attn_output_b.weight", "self_attn.wo_b.weight"),
+                ("attn_compressor_kv.weight", "self_attn.compressor.wkv.weight"),
+                ("attn_compressor_gate.weight", "self_attn.compressor.wgate.weight"),
+                ("attn_compressor_ape.weight", "self_attn.compressor.ape"),
+                ("attn_compressor_norm.weight", "self_attn.compressor.norm.weight"),
+                ("indexer.attn_q_b.weight", "self_attn.indexer.wq_b.weight"),
+                ("indexer.proj.weight", "self_attn.indexer.weights_proj.weight"),
+                ("indexer_compressor_kv.weight", "self_attn.indexer.compressor.wkv.weight"),
+                ("indexer_compressor_gate.weight", "self_attn.indexer.compressor.wgate.weight"),
+                ("indexer_compressor_ape.weight", "self_attn.indexer.compressor.ape"),
+                ("indexer_compressor_norm.weight", "self_attn.indexer.compressor.norm.weight"),
+                ("ffn_gate_tid2eid.weight", "mlp.gate.tid2eid"),
+            ],
+        ),
+        permuted: &[],
+    },
+    model_types: &["deepseek_v4"],
+    config: |header| {
+        // One limit for each layer, all equal.
+        let limit = header.metadata.own("swiglu_clamp_exp").and_then(|limits| limits.as_array()?.first().cloned());
+        Ok(json!({
+            "model_type": "deepseek_v4",
+            "common_names": true,
+            "head_dim": header.head_dim(),
+            "qk_rope_head_dim": header.need("rope.dimension_count")?,
+            "q_lora_rank": header.need("attention.q_lora_rank")?,
+            "o_groups": header.need("attention.output_group_count")?,
+            "o_lora_rank": header.need("attention.output_lora_rank")?,
+            "compress_ratios": header.metadata.own("attention.compress_ratios"),
+            "compress_rope_theta": header.metadata.own("attention.compress_rope_freq_base"),
+            "index_n_heads": header.need("attention.indexer.head_count")?,
+            "index_head_dim": header.need("attention.indexer.key_length")?,
+            "index_topk": header.need("attention.indexer.top_k")?,
+            "n_routed_experts": header.experts(),
+            "n_shared_experts": header.number("expert_shared_count"),
+            "norm_topk_prob": header.normalized(true),
+            "num_hash_layers": header.number("hash_layer_count"),
+            "swiglu_limit": limit,
+            "hc_mult": header.need("hyper_connection.count")?,
+            "hc_sinkhorn_iters": header.need("hyper_connection.sinkhorn_iterations")?,
+            "hc_eps": header.metadata.own("hyper_connection.epsilon"),
+        }))
+    },
+};

@@ -202,6 +202,20 @@ impl Header<'_> {
     }
 }
 
+/// Names of tensors that a family has.
+pub(super) type Tensors<const N: usize> = [(&'static str, &'static str); N];
+
+/// Those of two lists.
+pub(super) const fn joined<const A: usize, const B: usize, const N: usize>(a: Tensors<A>, b: Tensors<B>) -> Tensors<N> {
+    assert!(A + B == N, "as many as both have");
+    let (mut all, mut i) = ([("", ""); N], 0);
+    while i < N {
+        all[i] = if i < A { a[i] } else { b[i - A] };
+        i += 1;
+    }
+    all
+}
+
 /// `layer_types` of layers that attend to a window or not.
 pub(super) fn layer_types(windowed: &[bool]) -> Vec<&'static str> {
     windowed.iter().map(|&windowed| if windowed { "sliding_attention" } else { "full_attention" }).collect()

@@ -3,8 +3,12 @@
 //!
 //! Source: HF modeling_glm5_next.
 
-use super::deepseek;
+use moebius_cache::checkpoint::gguf::GgufNames;
+use serde_json::json;
+
 use super::fields::{Fields, wrong};
+use super::gguf::{Gguf, Tensors, joined};
+use super::{deepseek, kimi_linear};
 use crate::model::{
     Activation, Attention, ChosenBy, Connections, Ffn, Indexer, Kda, KdaDecay, LastRead, LayerConfig, Mla, Mlp,
     ModelConfig, Moe, Residual, Score, Selection, SharedExpert,
@@ -109,3 +113,67 @@ fn indexer(f: &Fields<'_>, latent: usize) -> Result<Indexer> {
         score: Score::Gated { latent },
     })
 }
+
+/// What GGUF files call tensors of hyper-connections.
+pub(super) const GGUF_CONNECTIONS: Tensors<6> = [
+    ("hc_attn_fn.weight", "hc_attn_fn"),
+    ("hc_attn_base.weight", "hc_attn_base"),
+    ("hc_attn_scale.weight", "hc_attn_scale"),
+    ("hc_ffn_fn.weight", "hc_ffn_fn"),
+    ("hc_ffn_base.weight", "hc_ffn_base"),
+    ("hc_ffn_scale.weight", "hc_ffn_scale"),
+];
+
+const GGUF_INDEXER: Tensors<7> = joined(
+    deepseek::INDEXER,
+    [
+        ("indexer_compressor_gate.weight", "self_attn.indexer.index_kpool_compress_gate"),
+        ("indexer_compressor_ape.weight", "self_attn.indexer.index_kpool_compress_ape"),
+    ],
+);
+
+/// `glm5_next` in GGUF files.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames {
+        architecture: "glm5-next",
+        tensors: &joined::<11, 13, 24>(kimi_linear::GGUF_KDA, joined::<7, 6, 13>(GGUF_INDEXER, GGUF_CONNECTIONS)),
+        permuted: &[],
+    },
+    model_types: &["glm5_next_text"],
+    config: |header| {
+        let is_kda = header.each_layer(|layer| header.has(&format!("model.layers.{layer}.self_attn.f_a_proj.weight")));
+        let kinds: Vec<_> = is_kda.iter().map(|&kda| if kda { "linear_attention" } else { "full_attention" }).collect();
+        let first = is_kda.iter().position(|kda| *kda);
+        let betas = first.map(|layer| format!("model.layers.{layer}.self_attn.b_proj.weight"));
+        let linear_heads = betas.and_then(|name| header.checkpoint.get(&name)?.shape.first().copied());
+        // One limit for each layer, all equal.
+        let limit = header.metadata.own("swiglu_clamp_exp").and_then(|limits| limits.as_array()?.first().cloned());
+        Ok(json!({
+            "model_type": "glm5_next_text",
+            "layer_types": kinds,
+            "num_key_value_heads": 1,
+            "linear_num_heads": linear_heads,
+            "linear_head_dim": header.need("kda.head_dim")?,
+            "linear_conv_kernel_dim": header.need("ssm.conv_kernel")?,
+            "linear_lower_bound": header.metadata.own("kda.gate_lower_bound"),
+            "q_lora_rank": header.need("attention.q_lora_rank")?,
+            "kv_lora_rank": header.need("attention.kv_lora_rank")?,
+            "qk_rope_head_dim": 0,
+            "qk_nope_head_dim": header.need("attention.key_length_mla")?,
+            "v_head_dim": header.need("attention.value_length_mla")?,
+            "index_n_heads": header.need("attention.indexer.head_count")?,
+            "index_head_dim": header.need("attention.indexer.key_length")?,
+            "index_topk": header.need("attention.indexer.top_k")?,
+            "index_kpool": header.need("attention.indexer.kpool")?,
+            "index_kpool_always_select_tail": header.metadata.own("attention.indexer.kpool_select_tail"),
+            "n_routed_experts": header.experts(),
+            "n_shared_experts": header.number("expert_shared_count"),
+            "first_k_dense_replace": header.number("leading_dense_block_count"),
+            "norm_topk_prob": header.normalized(true),
+            "swiglu_limit": limit,
+            "hc_mult": header.need("hyper_connection.count")?,
+            "hc_sinkhorn_iters": header.need("hyper_connection.sinkhorn_iterations")?,
+            "hc_eps": header.metadata.own("hyper_connection.epsilon"),
+        }))
+    },
+};

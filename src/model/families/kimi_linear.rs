@@ -6,7 +6,7 @@ use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
 use super::fields::{Fields, missing, wrong};
-use super::gguf::Gguf;
+use super::gguf::{Gguf, Tensors};
 use crate::model::{
     Attention, Ffn, GroupScore, Groups, Kda, KdaDecay, Mla, Mlp, ModelConfig, Moe, Names, Router, Scoring, SharedExpert,
 };
@@ -151,25 +151,24 @@ fn ffn<'a>(f: &'a Fields<'_>, moe: Moe) -> Result<impl Fn(usize) -> Result<Ffn> 
     Ok(move |layer| if layer >= first { Ok(Ffn::Moe(moe.clone())) } else { f.dense() })
 }
 
+/// What GGUF files call tensors of Kimi delta attention.
+pub(super) const GGUF_KDA: Tensors<11> = [
+    ("ssm_conv1d_q.weight", "self_attn.q_conv1d.weight"),
+    ("ssm_conv1d_k.weight", "self_attn.k_conv1d.weight"),
+    ("ssm_conv1d_v.weight", "self_attn.v_conv1d.weight"),
+    ("ssm_f_a.weight", "self_attn.f_a_proj.weight"),
+    ("ssm_f_b.weight", "self_attn.f_b_proj.weight"),
+    ("ssm_g_a.weight", "self_attn.g_a_proj.weight"),
+    ("ssm_g_b.weight", "self_attn.g_b_proj.weight"),
+    ("ssm_beta.weight", "self_attn.b_proj.weight"),
+    ("ssm_a", "self_attn.A"),
+    ("ssm_dt.bias", "self_attn.dt_bias"),
+    ("ssm_norm.weight", "self_attn.o_norm.weight"),
+];
+
 /// `kimi_linear` in GGUF files.
 pub(super) const GGUF: Gguf = Gguf {
-    names: GgufNames {
-        architecture: "kimi-linear",
-        tensors: &[
-            ("ssm_conv1d_q.weight", "self_attn.q_conv1d.weight"),
-            ("ssm_conv1d_k.weight", "self_attn.k_conv1d.weight"),
-            ("ssm_conv1d_v.weight", "self_attn.v_conv1d.weight"),
-            ("ssm_f_a.weight", "self_attn.f_a_proj.weight"),
-            ("ssm_f_b.weight", "self_attn.f_b_proj.weight"),
-            ("ssm_g_a.weight", "self_attn.g_a_proj.weight"),
-            ("ssm_g_b.weight", "self_attn.g_b_proj.weight"),
-            ("ssm_beta.weight", "self_attn.b_proj.weight"),
-            ("ssm_a", "self_attn.A"),
-            ("ssm_dt.bias", "self_attn.dt_bias"),
-            ("ssm_norm.weight", "self_attn.o_norm.weight"),
-        ],
-        permuted: &[],
-    },
+    names: GgufNames { architecture: "kimi-linear", tensors: &GGUF_KDA, permuted: &[] },
     model_types: &["kimi_linear"],
     config: |header| {
         let is_kda = header.each_layer(|layer| header.has(&format!("model.layers.{layer}.self_attn.f_a_proj.weight")));

@@ -11,6 +11,13 @@ const GLOBAL: &[(&str, &str)] = &[
     ("output_hc_up", "model.hyper_connection_mixer.input_mix_weight_up"),
 ];
 
+/// Tensors outside of layers whose suffix does not stay.
+const GLOBAL_WHOLE: &[(&str, &str)] = &[
+    ("output_hc_fn.weight", "model.hc_head_fn"),
+    ("output_hc_base.weight", "model.hc_head_base"),
+    ("output_hc_scale.weight", "model.hc_head_scale"),
+];
+
 /// Tensors of a layer: after `blk.N.` there, after `model.layers.N.` here.
 const LAYER: &[(&str, &str)] = &[
     ("attn_norm", "input_layernorm"),
@@ -81,6 +88,9 @@ impl GgufNames {
     pub fn hf_name(&self, name: &str) -> String {
         let (stem, suffix) = name.rsplit_once('.').unwrap_or((name, ""));
         let Some((layer, part)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
+            if let Some((_, ours)) = GLOBAL_WHOLE.iter().find(|(theirs, _)| *theirs == name) {
+                return ours.to_string();
+            }
             let found = GLOBAL.iter().find(|(theirs, _)| *theirs == stem);
             return found.map_or_else(|| name.to_string(), |(_, ours)| format!("{ours}.{suffix}"));
         };
