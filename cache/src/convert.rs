@@ -20,7 +20,8 @@ use std::path::{Path, PathBuf};
 use crate::checkpoint::Checkpoint;
 use crate::codec::Source;
 use crate::format::ExpertCache;
-use crate::pack::{ExpertKind, ExpertPrecision, Precision, Precisions};
+use crate::pack::{ExpertKind, ExpertPrecision, Precisions};
+use crate::quantize::is_chosen;
 use crate::{Error, Result, threads};
 
 use self::disk::Lock;
@@ -235,7 +236,6 @@ impl Job<'_> {
     fn check(&self) -> Result<()> {
         let layout = |precision| self.kind.layout(self.hidden, self.intermediate, precision).map(drop);
         self.precision.distinct().into_iter().try_for_each(layout)?;
-        let is_chosen = |precision| matches!(precision, Precision::Int4 { .. } | Precision::Int8 { .. });
         let chosen = |layer: &ExpertPrecision| is_chosen(layer.gate) && is_chosen(layer.down);
         match self.calibration.is_none() || self.precision.distinct().iter().all(chosen) {
             true => Ok(()),

@@ -19,7 +19,7 @@ use moebius_cache::codec::Source;
 use moebius_cache::convert::{ExpertMoments, Inputs, Job, OfExpert, packed};
 use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::pack::Precision;
-use moebius_cache::quantize::Moments;
+use moebius_cache::quantize::{Moments, Products};
 
 use super::cache::cache_job;
 use super::folder::ModelFolder;
@@ -44,6 +44,8 @@ const WINDOW: usize = 512;
 pub const MOST_TOKENS: usize = 1 << 16;
 /// Tokens that an expert should see on average at least.
 const LEAST_ROWS: usize = 64;
+/// Tokens for each input that say what a whole layer reads.
+const LAYER_ROWS: usize = 8;
 /// Tokens that the experts of a layer compute at a time.
 const PART_TOKENS: usize = 1024;
 
@@ -176,7 +178,8 @@ impl<'a> CalibrationText<'a> {
                     // A reader that has ended says why below.
                     let Ok(()) = give.send(self.experts(i, epilogue)?) else { return Ok(()) };
                     let Ok(read) = told.recv() else { return Ok(()) };
-                    take(i, &|expert| read.moments(expert, hidden, moe.intermediate_size))?;
+                    let of_layer = read.of_layer(hidden);
+                    take(i, &|expert| read.moments(expert, &of_layer, moe.intermediate_size))?;
                 }
                 Ok(())
             };
@@ -286,12 +289,21 @@ struct Read {
 }
 
 impl Read {
-    fn moments(&self, expert: usize, hidden: usize, intermediate: usize) -> ExpertMoments {
+    /// Of all experts, from tokens that are spread over the text.
+    fn of_layer(&self, hidden: usize) -> Products {
+        let tokens = self.x.len() / hidden;
+        let every = tokens.div_ceil(LAYER_ROWS * hidden).max(1);
+        let x: Vec<f32> = self.x.chunks_exact(hidden).step_by(every).flatten().copied().collect();
+        Products::of(hidden, &x)
+    }
+
+    fn moments(&self, expert: usize, of_layer: &Products, intermediate: usize) -> ExpertMoments {
+        let hidden = of_layer.inputs();
         let rows = self.tokens[expert].iter().map(|&token| &self.x[token as usize * hidden..][..hidden]);
         let x: Vec<f32> = rows.flatten().copied().collect();
         ExpertMoments {
-            hidden: Moments::of(hidden, &x),
-            intermediate: Moments::of(intermediate, &self.intermediate[expert]),
+            hidden: Moments::of_hidden(&x, of_layer),
+            intermediate: Moments::of_intermediate(intermediate, &self.intermediate[expert]),
         }
     }
 }

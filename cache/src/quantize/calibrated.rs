@@ -15,16 +15,26 @@ use super::lanes::Lanes;
 use super::lanes::Scalar;
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
-use super::{INT4_CANDIDATES, SMALLEST, round_scale};
+use super::{INT4_CANDIDATES, INT5_CANDIDATES, SMALLEST, round_scale};
 use crate::pack::{Precision, TILE_ROWS};
 use crate::simd::multiversion;
 
 /// Rounds of codes and scales: on a trained model three leave 2% more of the loss in its answers.
 const ROUNDS: usize = 6;
-/// Share of the diagonal's mean that is added to it, for what was seen is not all that will come: that of many rows,
-/// and times how often the inputs go into the rows.
-const DAMPING: f32 = 0.01;
-const DAMPING_OF_FEW: f32 = 0.08;
+/// Share of the diagonal's mean that is added to it, for what was seen is not all that will come: of many rows, and
+/// times how often the inputs go into the rows.
+struct Damping {
+    least: f32,
+    of_few: f32,
+}
+
+const HIDDEN: Damping = Damping { least: 0.03, of_few: 0.08 };
+/// What gate and up give has rare, large values: other rows are less like those that were seen.
+const INTERMEDIATE: Damping = Damping { least: 0.5, of_few: 4.0 };
+/// Of squares alone.
+const OF_SQUARES: f32 = 0.01;
+/// How many rows for each input what the whole layer reads stands for, beside what the expert does.
+const LAYER_ROWS: f32 = 4.0;
 
 /// The mean of the products of what a matrix reads: how much an error of one input weighs, and beside another's.
 #[derive(Clone, Debug)]
@@ -34,27 +44,74 @@ pub struct Moments {
     order: Vec<u32>,    // the inputs, the largest square first
 }
 
-impl Moments {
-    /// Of rows of `inputs` numbers, a multiple of 32. No rows: every input weighs the same.
+/// The mean of the products of rows, scaled so that the mean of the squares is 1.
+#[derive(Clone, Debug)]
+pub struct Products {
+    inputs: usize,
+    rows: usize,
+    products: Vec<f32>, // [inputs, inputs]
+}
+
+impl Products {
+    /// Of rows of `inputs` numbers, a multiple of 32. No rows: 0.
     pub fn of(inputs: usize, rows: &[f32]) -> Self {
         let mut products = vec![0.0; inputs * inputs];
         // As much as stays in the cache of a core.
         for rows in rows.chunks((1 << 18) / inputs * inputs) {
             add_products(inputs, rows, &mut products);
         }
-        let count = rows.len() / inputs;
         for i in 0..inputs {
             for j in 0..i {
                 products[i * inputs + j] = products[j * inputs + i];
             }
         }
-        let damping = DAMPING.max(DAMPING_OF_FEW * inputs as f32 / count.max(1) as f32);
-        Self::damped(inputs, products, damping)
+        let sum: f64 = (0..inputs).map(|i| f64::from(products[i * (inputs + 1)])).sum();
+        let scale = (inputs as f64 / sum) as f32;
+        match scale.is_finite() && scale > 0.0 {
+            true => products.iter_mut().for_each(|product| *product *= scale),
+            false => products.fill(0.0),
+        }
+        Self { inputs, rows: rows.len() / inputs, products }
+    }
+
+    /// Numbers of a row.
+    pub fn inputs(&self) -> usize {
+        self.inputs
+    }
+
+    /// `self`, and `share` of it from `other`.
+    fn mixed(mut self, other: &Self, share: f32) -> Self {
+        assert_eq!(self.inputs, other.inputs, "inputs");
+        for (own, other) in self.products.iter_mut().zip(&other.products) {
+            *own += share * (other - *own);
+        }
+        self
+    }
+}
+
+impl Moments {
+    /// Of the rows that an expert's gate and up read, beside what all experts of the layer read.
+    pub fn of_hidden(rows: &[f32], of_layer: &Products) -> Self {
+        let own = Products::of(of_layer.inputs, rows);
+        let of_layer_rows = LAYER_ROWS * own.inputs as f32;
+        let share = of_layer_rows / (of_layer_rows + own.rows as f32);
+        Self::of(own.mixed(of_layer, share), HIDDEN)
+    }
+
+    /// Of the rows that an expert's down reads. No rows: every input weighs the same.
+    pub fn of_intermediate(inputs: usize, rows: &[f32]) -> Self {
+        Self::of(Products::of(inputs, rows), INTERMEDIATE)
+    }
+
+    fn of(Products { inputs, rows, products }: Products, Damping { least, of_few }: Damping) -> Self {
+        Self::damped(inputs, products, least + of_few * inputs as f32 / rows.max(1) as f32)
     }
 
     /// Of the mean squares of the inputs alone.
     pub fn of_squares(squares: &[f32]) -> Self {
-        Self::damped(squares.len(), squares.to_vec(), DAMPING)
+        let mean = squares.iter().copied().map(f64::from).sum::<f64>() / squares.len() as f64;
+        let scale = if mean > 0.0 && mean.is_finite() { (1.0 / mean) as f32 } else { 0.0 };
+        Self::damped(squares.len(), squares.iter().map(|square| square * scale).collect(), OF_SQUARES)
     }
 
     /// The places of the squares.
@@ -67,17 +124,12 @@ impl Moments {
         self.products.len() > self.inputs
     }
 
-    /// Scaled so that the mean of the diagonal is 1, and with a share more on it.
+    /// With more on the diagonal.
     fn damped(inputs: usize, products: Vec<f32>, damping: f32) -> Self {
         let mut moments = Self { inputs, products, order: (0..inputs as u32).collect() };
-        let sum: f64 = moments.squares().map(|i| f64::from(moments.products[i])).sum();
-        let scale = (inputs as f64 / sum) as f32;
-        match scale.is_finite() && scale > 0.0 {
-            true => moments.products.iter_mut().for_each(|product| *product *= scale),
-            false => moments.products.fill(0.0),
-        }
-        moments.squares().for_each(|i| moments.products[i] += damping);
-        let squares: Vec<f32> = moments.squares().map(|i| moments.products[i]).collect();
+        let squares: Vec<usize> = moments.squares().collect();
+        squares.iter().for_each(|&i| moments.products[i] += damping);
+        let squares: Vec<f32> = squares.into_iter().map(|i| moments.products[i]).collect();
         moments.order.sort_by(|&a, &b| squares[b as usize].total_cmp(&squares[a as usize]));
         moments
     }
@@ -155,7 +207,7 @@ pub(super) struct Tile<'a> {
 }
 
 multiversion!(
-    /// Chooses codes and scales of INT4 or INT8.
+    /// Chooses codes and scales.
     pub(super) fn quantize(precision: Precision, moments: &Moments, tile: Tile<'_>, room: &mut Room) = [
         quantize_with::<Avx512>, quantize_with::<Avx2>, quantize_with::<Scalar>]
 );
@@ -163,11 +215,8 @@ multiversion!(
 #[inline(always)]
 fn quantize_with<L: Lanes>(precision: Precision, moments: &Moments, tile: Tile<'_>, room: &mut Room) {
     let k = moments.inputs;
-    let (low, high, group) = match precision {
-        Precision::Int4 { group_size, .. } => (-8.0, 7.0, group_size),
-        Precision::Int8 { group_size, .. } => (-127.0, 127.0, group_size),
-        other => panic!("{other} is kept, not chosen"),
-    };
+    let [low, high] = range(precision).unwrap_or_else(|| panic!("{precision} is kept, not chosen"));
+    let group = precision.group_size().expect("a precision with groups");
     let rows = tile.weights.len() / k;
     let squares: Vec<f32> = moments.squares().map(|i| moments.products[i]).collect();
     for (i, (w, scale)) in tile.weights.chunks_exact(group).zip(&mut *tile.scales).enumerate() {
@@ -251,6 +300,16 @@ fn dot<L: Lanes>(a: &[f32], b: &[f32]) -> f32 {
     sum.sum()
 }
 
+/// The smallest and the largest code of a precision whose codes are chosen; `None`: it is kept.
+pub(super) fn range(precision: Precision) -> Option<[f32; 2]> {
+    match precision {
+        Precision::Int4 { .. } => Some([-8.0, 7.0]),
+        Precision::Q5_0 => Some([-16.0, 15.0]),
+        Precision::Int8 { .. } => Some([-127.0, 127.0]),
+        _ => None,
+    }
+}
+
 /// The scale with the least weighed squared error of a group, by the candidates of the search without data, refitted.
 #[inline(always)]
 fn weighed_scale(precision: Precision, w: &[f32], squares: &[f32], [low, high]: [f32; 2]) -> f32 {
@@ -273,7 +332,11 @@ fn weighed_scale(precision: Precision, w: &[f32], squares: &[f32], [low, high]: 
         let terms = w.iter().zip(squares).map(|(&w, &h)| f64::from(h) * f64::from(w - scale * code(w, scale)).powi(2));
         terms.sum::<f64>()
     };
-    let candidates: &[f32] = if high > 7.0 { &[] } else { &INT4_CANDIDATES };
+    let candidates: &[f32] = match high {
+        7.0 => &INT4_CANDIDATES,
+        15.0 => &INT5_CANDIDATES,
+        _ => &[],
+    };
     let (mut best, mut least) = (plain, error(plain));
     for candidate in candidates {
         let scale = round_scale(precision.scales(), refit(refit(largest / candidate)));
@@ -330,12 +393,13 @@ mod tests {
     #[test]
     fn moments_are_means_of_products() {
         let (k, x) = (64, inputs(64, 300));
-        let moments = Moments::of(k, &x);
+        let moments = Moments::of_intermediate(k, &x);
         let mean = |i: usize, j: usize| x.chunks(k).map(|x| f64::from(x[i]) * f64::from(x[j])).sum::<f64>() / 300.0;
         let scale = (0..k).map(|i| mean(i, i)).sum::<f64>() / k as f64;
         for i in 0..k {
             for j in 0..k {
-                let damping = if i == j { f64::from(DAMPING.max(DAMPING_OF_FEW * 64.0 / 300.0)) } else { 0.0 };
+                let damping =
+                    if i == j { f64::from(INTERMEDIATE.least + INTERMEDIATE.of_few * 64.0 / 300.0) } else { 0.0 };
                 let error = f64::from(moments.products[i * k + j]) - (mean(i, j) / scale + damping);
                 assert!(error.abs() < 1e-4, "{i} {j}: {error}");
             }
@@ -343,21 +407,46 @@ mod tests {
         let square = |i: u32| moments.products[i as usize * (k + 1)];
         assert!(moments.order.is_sorted_by(|&a, &b| square(a) >= square(b)));
         for none in [&[][..], &vec![0.0; 2 * k]] {
-            let unit = Moments::of(k, none);
+            let unit = Moments::of_intermediate(k, none);
             assert!((0..k * k).all(|i| (unit.products[i] > 0.0) == (i % (k + 1) == 0)));
         }
+    }
+
+    #[test]
+    fn an_expert_that_read_little_is_as_its_layer() {
+        let (k, x, few) = (64, inputs(64, 500), inputs(64, 2));
+        let of_layer = Products::of(k, &x);
+        let pairs = |moments: Moments| {
+            let places = (0..k * k).filter(|i| i % (k + 1) != 0);
+            places.map(|i| moments.products[i]).collect::<Vec<_>>()
+        };
+        let layer = pairs(Moments::of_hidden(&[], &of_layer));
+        let expected: Vec<f32> = (0..k * k).filter(|i| i % (k + 1) != 0).map(|i| of_layer.products[i]).collect();
+        assert_eq!(layer, expected);
+        let distance = |rows: &[f32]| {
+            let own = pairs(Moments::of_hidden(rows, &of_layer));
+            own.iter().zip(&layer).map(|(a, b)| (a - b).powi(2)).sum::<f32>()
+        };
+        let alone =
+            pairs(Moments::of_intermediate(k, &few)).iter().zip(&layer).map(|(a, b)| (a - b).powi(2)).sum::<f32>();
+        assert!(distance(&few) < 1e-3 * alone, "{} of {alone}", distance(&few));
     }
 
     #[test]
     fn what_a_matrix_gives_is_nearer_than_without_inputs() {
         let (n, k, x) = (40, 128, inputs(128, 700));
         let weights = weights(n, k);
-        for (precision, most) in [(Precision::int4(128), 0.5), (Precision::int4(32), 0.5), (Precision::int8(64), 0.6)] {
+        for (precision, most) in [
+            (Precision::int4(128), 0.5),
+            (Precision::int4(32), 0.5),
+            (Precision::int8(64), 0.6),
+            (Precision::Q5_0, 0.5),
+        ] {
             let group = precision.group_size().expect("groups");
             let mut nearest = (vec![0; n * k], vec![0.0; n * k / group]);
             quantize_rows(precision, &weights, &mut nearest.0, &mut nearest.1);
             let of = |codes: &(Vec<i8>, Vec<f32>)| squared_error(k, &x, &weights, codes);
-            let paired = of(&chosen(quantize, precision, &Moments::of(k, &x), &weights));
+            let paired = of(&chosen(quantize, precision, &Moments::of_hidden(&x, &Products::of(k, &x)), &weights));
             assert!(paired < most * of(&nearest), "{precision}: {paired} of {}", of(&nearest));
         }
     }
@@ -369,7 +458,7 @@ mod tests {
         weights[..k].fill(0.0); // a row without scales
         multiversion!(fn only_avx2(p: Precision, m: &Moments, t: Tile<'_>, r: &mut Room) = [quantize_with::<Avx2>,
             quantize_with::<Avx2>, quantize_with::<Scalar>]);
-        for moments in [Moments::of(k, &x), Moments::of_squares(&x[..k])] {
+        for moments in [Moments::of_intermediate(k, &x), Moments::of_squares(&x[..k])] {
             let best = chosen(quantize, Precision::int4(32), &moments, &weights);
             for run in [only_avx2, quantize_with::<Scalar>] {
                 assert!(best == chosen(run, Precision::int4(32), &moments, &weights));
