@@ -80,6 +80,8 @@ impl Inputs for SameInputs {
     }
 }
 
+const A_TEXT: Calibration<'static> = Calibration { name: "a text", inputs: Some(&SameInputs) };
+
 #[test]
 fn a_calibrated_cache_stands_beside_the_plain_one() {
     let (_dir, model, cache_dir) = model_and_cache();
@@ -204,14 +206,40 @@ fn argument(name: &str) -> std::path::PathBuf {
 #[test]
 #[ignore = "run in a subprocess by a_killed_build_is_resumed"]
 fn dies_in_the_third_layer() {
+    die_in_the_third_layer(None);
+}
+
+#[test]
+#[ignore = "run in a subprocess by a_killed_calibrated_build_is_resumed"]
+fn dies_in_the_third_calibrated_layer() {
+    die_in_the_third_layer(Some(A_TEXT));
+}
+
+fn die_in_the_third_layer(calibration: Option<Calibration<'_>>) {
     let checkpoint = Checkpoint::open(&argument("MODEL")).unwrap();
     let calls = AtomicUsize::new(0);
-    let result = ensure(&SMALL.job(&checkpoint, INT4), &argument("CACHE_DIR"), &|_| {
+    let result = ensure(&Job { calibration, ..SMALL.job(&checkpoint, INT4) }, &argument("CACHE_DIR"), &|_| {
         if calls.fetch_add(1, Ordering::Relaxed) == SMALL.experts * 2 + 2 {
             std::process::abort();
         }
     });
     unreachable!("{result:?}");
+}
+
+#[test]
+fn a_killed_calibrated_build_is_resumed() {
+    let (dir, model, cache_dir) = model_and_cache();
+    assert!(!subprocess("dies_in_the_third_calibrated_layer", &model, &cache_dir).status.success());
+    let checkpoint = Checkpoint::open(&model).unwrap();
+    let job = Job { calibration: Some(A_TEXT), ..SMALL.job(&checkpoint, INT4) };
+    let converted = AtomicUsize::new(0);
+    let resumed = ensure(&job, &cache_dir, &|progress: Progress| {
+        converted.fetch_add((progress.phase == ConvertPhase::Converting) as usize, Ordering::Relaxed);
+    });
+    let converted = converted.into_inner();
+    assert!((SMALL.experts * 2..=SMALL.experts * 3).contains(&converted), "{converted}");
+    let whole = ensure(&job, &dir.path().join("another"), &|_| ()).unwrap();
+    assert!(std::fs::read(resumed.unwrap().path()).unwrap() == std::fs::read(whole.path()).unwrap());
 }
 
 #[test]
