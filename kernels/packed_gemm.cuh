@@ -62,7 +62,7 @@ template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr int ROWS_BYTES = TOKENS * K * 2, LINES_BYTES = BLOCK_TILES * TILE_BYTES,
                          SCALES_BYTES = BLOCK_TILES * SPANS * 32;
     static constexpr int LINES_AT = STAGES * ROWS_BYTES, SCALES_AT = LINES_AT + (ROWS ? 2 : STAGES) * LINES_BYTES,
-                         SHARED_BYTES = SCALES_AT + (ROWS ? 4096 : STAGES * SCALES_BYTES);
+                         SHARED_BYTES = SCALES_AT + (ROWS ? GRID_BYTES : STAGES * SCALES_BYTES);
     static_assert(SHARED_BYTES <= 99 << 10 || WGMMA, "what every card has");
 
     struct Stage {

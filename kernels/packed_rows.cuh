@@ -12,7 +12,9 @@ enum Codes {
     OF_IQ4,     // four bits of llama.cpp's kvalues_iq4nl
     OF_E4M3,    // floats
     EIGHT_GRID, // an index of eight magnitudes (IQ2), and their signs
-    FOUR_GRID   // of four (IQ3)
+    FOUR_GRID,  // of four (IQ3)
+    ONES_GRID,  // of eight times -1, 0 or 1 (IQ1), with a bit that says whether they are 1 less or more
+    DIGITS      // -1, 0 or 1: digits to the base of three, five to a byte
 };
 enum Scales {
     SINGLE,      // [16] of two bytes
@@ -30,7 +32,7 @@ struct Row {
     int zero; // what is stored for 0; of a grid whether each weight has a bit for its sign
     Scales scales;
     int group;      // inputs that share a scale; 0: the launch says
-    int count_bits; // 0 of ODD: counts lie above the signs
+    int count_bits; // 0 of ODD: counts lie among the codes, or are 0
     int count_zero; // what is stored for a count of 0; of ODD how often the scale is halved
     bool offsets;
 };
@@ -52,6 +54,10 @@ constexpr Row ROWS[] = {
     {FOUR_GRID, 0, 0, ODD, 32, 0, 2, false},       // IQ3_XXS
     {FOUR_GRID, 1, 1, ODD, 32, 4, 0, false},       // IQ3_S
     {INTEGERS, 4, 0, ZEROS, 0, 0, 0, true},        // UINT4
+    {ONES_GRID, 3, 0, ODD, 32, 0, 3, false},       // IQ1_S
+    {ONES_GRID, 3, 0, ODD, 16, 3, 3, false},       // IQ1_M
+    {DIGITS, 0, 0, ODD, 128, 0, 0, false},         // TQ1_0
+    {INTEGERS, 2, 1, ODD, 128, 0, 0, false},       // TQ2_0
     {OF_E4M3, 8, 0, SINGLE, 0, 0, 0, false},       // FP8
     {OF_E4M3, 8, 0, WIDE, 0, 0, 0, false},         // FP8_F32
 };
@@ -59,11 +65,14 @@ constexpr Row ROWS[] = {
 template <Format F> struct RowOf {
     static constexpr Row ROW = ROWS[F - Q2_K];
     static constexpr int SUPER_BLOCK = 256, BLOCKS = SUPER_BLOCK / K_BLOCK;
-    static constexpr bool GRID = ROW.codes == EIGHT_GRID || ROW.codes == FOUR_GRID,
+    static constexpr bool GRID = ROW.codes == EIGHT_GRID || ROW.codes == FOUR_GRID || ROW.codes == ONES_GRID,
                           HAS_SUPER_BLOCKS = ROW.scales == COUNTED || ROW.scales == ODD;
-    // Lines of a block; a grid's super-block has two more of upper bits where each weight has a bit for its sign.
-    static constexpr int LINES = ROW.codes == EIGHT_GRID ? 2 : ROW.codes == FOUR_GRID ? 3 : ROW.bits;
-    static constexpr int MORE_LINES = GRID && ROW.zero ? 2 : 0;
+    // Lines of a block, and those of a super-block behind them: upper bits of indices, or digits.
+    static constexpr int LINES = ROW.codes == EIGHT_GRID ? 2
+        : ROW.codes == FOUR_GRID                         ? 3
+        : ROW.codes == ONES_GRID                         ? 1
+                                                         : ROW.bits;
+    static constexpr int MORE_LINES = ROW.codes == DIGITS ? 13 : ROW.codes == ONES_GRID ? 4 : GRID && ROW.zero ? 2 : 0;
     static constexpr int LOADS = GRID ? 2 + ROW.zero : ROW.bits == 2 || ROW.bits == 4 ? 1 : 2; // lines of a lane
     static constexpr int GRID_WORDS = !GRID ? 0 : 256 << ROW.bits;
     static constexpr int HEAD = ROW.scales == OF_ROW ? 64 : HAS_SUPER_BLOCKS ? 32 * (1 + ROW.offsets) : 0;
@@ -89,6 +98,16 @@ template <Format F> __device__ __forceinline__ uint32_t row_tile_bytes(int k, in
     using R = RowOf<F>;
     return row_scale_bytes<F>(k, group) +
         (uint32_t)(k / K_BLOCK * R::LINES + k / R::SUPER_BLOCK * R::MORE_LINES) * LINE_BYTES;
+}
+
+// The most of a grid in shared memory.
+constexpr int GRID_BYTES = 8192;
+
+// Where run `run` of four digits of a block is: line (x), digit (y).
+__device__ __forceinline__ int2 digit_at(int block, int run) {
+    if (block < 5) return make_int2(run, block);
+    const int digit = 2 * (block - 5) + run / 4;
+    return digit == 5 ? make_int2(12, run % 4) : make_int2(8 + run % 4, digit);
 }
 
 // What a lane has read of a unit, `parts` groups of its block; what a format does not need is not there.
@@ -125,7 +144,11 @@ __device__ __forceinline__ void load_row_unit(
 #pragma unroll
     for (int i = 0; i < R::LOADS; i++) {
         int line;
-        if (R::ROW.codes == EIGHT_GRID) // index, signs, upper bits
+        if (R::ROW.codes == DIGITS)
+            line = digit_at(within, 2 * t + i).x;
+        else if (R::ROW.codes == ONES_GRID) // index, upper bits
+            line = i == 0 ? 0 : R::BLOCKS - within + within / 2;
+        else if (R::ROW.codes == EIGHT_GRID) // index, signs, upper bits
             line = i < 2 ? i : (R::BLOCKS - within) * R::LINES + within / 4;
         else if (R::ROW.codes == FOUR_GRID)
             line = i == 0 ? t / 2 : i == 1 ? 2 : (R::BLOCKS - within) * R::LINES + within / 4;
@@ -161,6 +184,11 @@ __device__ __forceinline__ void load_row_unit(
         uint32_t first = 0, second = 0;
         if constexpr (R::ROW.scales == OF_ROW) {
             first = word(from + q * 4);
+        } else if constexpr (R::ROW.scales == ODD && R::ROW.count_bits == 3) {
+            auto half = [&](int i) { // a bit of each row
+                return there ? (uint32_t)__ldg(reinterpret_cast<const uint16_t*>(from) + i) : 0u;
+            };
+            first = half(0) | half(1) << 16, second = half(2);
         } else if constexpr (R::ROW.scales == ODD) {
             if (R::ROW.count_bits) first = word(from + q % 2 * 4);
         } else if constexpr (R::ROW.scales == COUNTED) {
@@ -207,7 +235,18 @@ template <Format F> __device__ __forceinline__ float2 row_scale(const RowUnit& u
     } else if constexpr (ROW.scales == ZEROS) {
         scale = d, offset = -(d * (float)(unit.head.z >> 8 * r & 0xffu));
     } else if constexpr (ROW.scales == ODD) {
-        const uint32_t count = ROW.count_bits ? first >> eight & 15u : of_row(unit.lines[1], r) >> 28;
+        uint32_t count = 0;
+        if constexpr (ROW.count_bits == 4) {
+            count = first >> eight & 15u;
+        } else if constexpr (ROW.count_bits == 3) {
+            const int row = 4 * q + r;
+            count = (unit.record[part][0] >> row & 1u) | (unit.record[part][0] >> (16 + row) & 1u) << 1 |
+                (unit.record[part][1] >> row & 1u) << 2;
+        } else if constexpr (ROW.codes == ONES_GRID) {
+            count = of_row(unit.lines[1], r) >> (unit.block % 2 * 16 + 12) & 7u;
+        } else if constexpr (R::GRID) {
+            count = of_row(unit.lines[1], r) >> 28;
+        }
         scale = d * ((float)(2 * count + 1) / (float)(1 << ROW.count_zero));
     } else {
         uint32_t count = first & 0xffu, taken = 0;
@@ -241,6 +280,13 @@ __device__ __forceinline__ uint32_t with_signs(uint32_t magnitudes, uint32_t sig
     return 0x40404040u + magnitudes - ((magnitudes & negative) << 1);
 }
 
+// Digit number `digit` of four bytes.
+__device__ __forceinline__ uint32_t digits_of(uint32_t bytes, int digit) {
+    const uint32_t power = digit == 0 ? 1 : digit == 1 ? 3 : digit == 2 ? 9 : digit == 3 ? 27 : 81;
+    auto of_two = [&](uint32_t two) { return (two * power & 0x00ff00ffu) * 3 >> 8 & 0x00ff00ffu; };
+    return of_two(bytes & 0x00ff00ffu) | of_two(bytes >> 8 & 0x00ff00ffu) << 8;
+}
+
 // The codes of this lane's 8 inputs of row 4q + r, bytes with BIAS more; of E4M3 its bytes. `grid`: of each index the
 // places of its magnitudes among those there are, a nibble each.
 template <Format F>
@@ -256,6 +302,16 @@ __device__ __forceinline__ void row_codes(const RowUnit& unit, int r, const uint
         of_table(word, 0x43424140u, 0x4c484644u, 0x3d3e3f40u, 0x34383a3cu, four);
     } else if constexpr (ROW.codes == OF_IQ4) {
         of_table(word, 0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u, four);
+    } else if constexpr (ROW.codes == DIGITS) {
+        const int within = unit.block % R::BLOCKS;
+        four[0] = digits_of(word, digit_at(within, 2 * t).y) + 0x3f3f3f3fu;
+        four[1] = digits_of(second, digit_at(within, 2 * t + 1).y) + 0x3f3f3f3fu;
+    } else if constexpr (ROW.codes == ONES_GRID) {
+        const uint32_t upper = second >> unit.block % 2 * 16;
+        const uint32_t places = grid[(word >> 8 * t & 0xffu) | (upper >> 3 * t & 7u) << 8];
+        const uint32_t beside = upper >> (ROW.count_bits ? 12 + t : 15) & 1u ? 0xfefefeffu : 0x01010101u;
+        four[0] = __byte_perm(0x00484038u, 0, places & 0xffffu) + beside;
+        four[1] = __byte_perm(0x00484038u, 0, places >> 16) + beside;
     } else if constexpr (R::GRID) {
         const uint32_t upper = ROW.zero ? of_row(unit.lines[2], r) >> 8 * (unit.block % 4) : 0;
         uint32_t signs = ROW.zero ? second >> 8 * t & 0xffu : second >> 7 * t & 0x7fu;

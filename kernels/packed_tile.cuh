@@ -37,6 +37,10 @@ enum Format {
     IQ3_XXS,
     IQ3_S,
     UINT4,
+    IQ1_S,
+    IQ1_M,
+    TQ1_0,
+    TQ2_0,
     FP8,
     FP8_F32,
     ANY_ROW // one of them that the launch says
@@ -85,6 +89,10 @@ struct Packing {
     ROW(iq3_xxs, IQ3_XXS)                                                                                              \
     ROW(iq3_s, IQ3_S)                                                                                                  \
     ROW(uint4, UINT4)                                                                                                  \
+    ROW(iq1_s, IQ1_S)                                                                                                  \
+    ROW(iq1_m, IQ1_M)                                                                                                  \
+    ROW(tq1_0, TQ1_0)                                                                                                  \
+    ROW(tq2_0, TQ2_0)                                                                                                  \
     ROW(fp8, FP8)                                                                                                      \
     ROW(fp8_f32, FP8_F32)
 #define PACKED_FORMATS(ROW)                                                                                            \
@@ -100,7 +108,7 @@ struct Packing {
 #define PACKED_SPANS(ROW)                                                                                              \
     DENSE_SPANS(ROW)                                                                                                   \
     ROW(mxfp4_g32, MXFP4, 32, 53248, 69632, ON_HOPPER(76800, 51200), ON_HOPPER(104960, 83968))                         \
-    ROW(any_row, ANY_ROW, 64, 45056, 53248, 69632, ON_HOPPER(102400, 86016))                                           \
+    ROW(any_row, ANY_ROW, 64, 49152, 57344, 73728, ON_HOPPER(106496, 90112))                                           \
     ROW(bf16, BF16, 64, 73728, 61440, 73728, 98304)
 
 constexpr int TILE_ROWS = 16, LINE_BYTES = 64, K_BLOCK = 32;

@@ -268,6 +268,10 @@ fn blocks_of_experts_are_kept_exactly() {
             mixed([layer(Iq3Xxs, Iq3S), layer(Iq2Xxs, Iq2S), Iq2Xs.into()]),
         ),
         (
+            "TQ2_0,TQ1_0,TQ1_0,IQ1_M,IQ1_S,IQ1_S,IQ1_S,IQ1_M,IQ1_M",
+            mixed([layer(Tq1_0, Tq2_0), layer(Iq1S, Iq1M), layer(Iq1M, Iq1S)]),
+        ),
+        (
             "Q3_K,Q2_K,Q2_K,IQ4_NL,IQ4_XS,IQ4_XS,Q5_1,Q4_1,Q4_1",
             mixed([layer(Q2K, Q3K), layer(Iq4Xs, Iq4Nl), layer(Q4_1, Q5_1)]),
         ),

@@ -50,8 +50,7 @@ mod precisions;
 mod tile;
 
 pub use grid::Grid;
-pub(crate) use grid::iq1;
-pub use precision::{CodeType, DOUBLED_E2M1, E4M3, IQ4, Precision, Row, SUPER_BLOCK, ScaleType, Scales};
+pub use precision::{CodeType, Counts, DOUBLED_E2M1, E4M3, IQ4, Precision, Row, SUPER_BLOCK, ScaleType, Scales};
 pub use precisions::{ExpertPrecision, Precisions};
 pub(crate) use tile::pack_tile;
 pub use tile::{Blocks, Weights, pack_expert, pack_matrix, unpack_code, unpack_expert, unpack_matrix, unpack_scale};

@@ -261,7 +261,8 @@ fn largest_code(codes: CodeType) -> f32 {
 
 /// The nearest codes for scales that map a group's largest magnitude, or the ends of its range, to the ends of the
 /// codes': of precisions that are kept, not chosen. `weights` [rows, k], `out` has room for them.
-fn in_blocks(Row { codes, scales, group_size }: Row, weights: &[f32], out: &mut Blocks) {
+fn in_blocks(row: Row, weights: &[f32], out: &mut Blocks) {
+    let Row { codes, scales, group_size } = row;
     let high = largest_code(codes);
     let bits = |x: f32| f16::from_f32(x.clamp(0.0, f16::MAX.to_f32())).to_bits();
     let number = |bits: u16| f16::from_bits(bits).to_f32();
@@ -277,16 +278,17 @@ fn in_blocks(Row { codes, scales, group_size }: Row, weights: &[f32], out: &mut 
         let (unit, groups) = (f32::from(1u8 << halvings), SUPER_BLOCK / group_size);
         for (block, w) in weights.chunks_exact(SUPER_BLOCK).enumerate() {
             let scale = |w: &[f32]| w.iter().fold(0f32, |largest, w| largest.max(w.abs())) / high;
-            let head = bits(scale(w) * unit / 31.0);
+            let most = f32::from(row.largest_count());
+            let head = bits(scale(w) * unit / (2.0 * most + 1.0));
             out.heads[block] = head;
             let d = number(head) / unit;
-            let count = |w: &[f32]| if d == 0.0 { 0.0 } else { ((scale(w) / d - 1.0) / 2.0).round().clamp(0.0, 15.0) };
+            let count = |w: &[f32]| if d == 0.0 { 0.0 } else { ((scale(w) / d - 1.0) / 2.0).round().clamp(0.0, most) };
             let counts: Vec<u8> = w.chunks_exact(group_size).map(|w| count(w) as u8).collect();
             let inverse =
                 |group: usize| if d == 0.0 { 0.0 } else { 1.0 / (d * (2.0 * f32::from(counts[group]) + 1.0)) };
             let scaled: Vec<f32> = w.iter().enumerate().map(|(i, w)| w * inverse(i / group_size)).collect();
             let words = &mut out.words[block * grid.words()..][..grid.words()];
-            grid.nearest(&scaled, |block| counts[block * counts.len() / 8], words);
+            grid.nearest(&scaled, |block| counts[block * groups / 8], words);
             if !out.counts.is_empty() {
                 out.counts[block * groups..][..groups].copy_from_slice(&counts);
             }
@@ -311,7 +313,7 @@ fn in_blocks(Row { codes, scales, group_size }: Row, weights: &[f32], out: &mut 
         return;
     }
     let (of_block, groups) = match scales {
-        Scales::Counted { .. } => (SUPER_BLOCK, SUPER_BLOCK / group_size),
+        Scales::Counted { .. } | Scales::Odd { .. } => (SUPER_BLOCK, SUPER_BLOCK / group_size),
         _ => (group_size, 1),
     };
     for (block, w) in weights.chunks_exact(of_block).enumerate() {

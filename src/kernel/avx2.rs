@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use moebius_cache::pack::{self, BF16_INPUTS, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{self, BF16_INPUTS, Counts, Grid, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
 use super::tiles::{
@@ -355,19 +355,39 @@ pub(super) unsafe fn scales8<const ROW: usize>(scales: Scales<'_>, group: usize,
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn odd_counts8<const ROW: usize>(scales: Scales<'_>, group: usize, upper: usize) -> __m256i {
-    let pack::Scales::Odd { apart, .. } = row(ROW).scales else { unreachable!("other scales") };
+    let pack::Scales::Odd { counts, .. } = row(ROW).scales else { unreachable!("other scales") };
+    let (at, _) = row(ROW).scales.at(group, row(ROW).group_size);
     // SAFETY: as promised by the caller.
     unsafe {
-        if apart {
-            let (at, _) = row(ROW).scales.at(group, row(ROW).group_size);
-            let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(scales.bytes.as_ptr().add(at).cast()));
-            return _mm256_and_si256(
-                _mm256_srl_epi32(bytes, _mm_cvtsi32_si128(4 * upper as i32)),
-                _mm256_set1_epi32(15),
-            );
+        match counts {
+            Counts::Zero => _mm256_setzero_si256(),
+            Counts::Apart(4) => {
+                let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(scales.bytes.as_ptr().add(at).cast()));
+                let own = _mm256_srl_epi32(bytes, _mm_cvtsi32_si128(4 * upper as i32));
+                _mm256_and_si256(own, _mm256_set1_epi32(15))
+            }
+            Counts::Apart(_) => {
+                // A bit of each row: to the place that it has in the row's count.
+                let rows = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+                let mut count = _mm256_setzero_si256();
+                for bit in 0..3 {
+                    let bits = _mm256_set1_epi32(i32::from(scales.bytes[at + 2 * bit + upper]));
+                    let own = _mm256_and_si256(_mm256_srlv_epi32(bits, rows), _mm256_set1_epi32(1));
+                    count = _mm256_or_si256(count, _mm256_sll_epi32(own, _mm_cvtsi32_si128(bit as i32)));
+                }
+                count
+            }
+            Counts::Within => {
+                let (word, lowest) = grid(ROW).upper_at(group % 8);
+                let first = scales.lines.as_ptr().add(grid_at(ROW, group).1);
+                let line = _mm256_loadu_si256(first.add(64 * word + 32 * upper).cast());
+                if !grid(ROW).has_ones() {
+                    return _mm256_srli_epi32(line, 28);
+                }
+                let above = _mm256_srl_epi32(line, _mm_cvtsi32_si128(lowest as i32 + 12));
+                _mm256_and_si256(above, _mm256_set1_epi32(7))
+            }
         }
-        let signs = grid_at(ROW, group).0 + (grid(ROW).block_words() - 1) * 64;
-        _mm256_srli_epi32(_mm256_loadu_si256(scales.lines.as_ptr().add(signs + 32 * upper).cast()), 28)
     }
 }
 
@@ -389,13 +409,26 @@ pub(super) unsafe fn grid_runs<const ROW: usize>(
     // SAFETY: as promised by the caller.
     let line = |at: usize| unsafe { _mm256_loadu_si256(lines.add(at + 32 * upper).cast()) };
     let shifted = |x: __m256i, by: usize| _mm256_srl_epi32(x, _mm_cvtsi32_si128(by as i32));
-    let signs = line(at + (grid.block_words() - 1) * 64);
-    // Upper bits of indices, and from where on.
-    let (above, above_at) = match grid.has_all_signs() {
-        true => (line(first + (8 * grid.block_words() + block % 8 / 4) * 64), 8 * (block % 4)),
-        false => (signs, 28),
-    };
     let mut w = [_mm256_setzero_si256(); 4];
+    if grid == Grid::Tq1_0 {
+        let add = _mm256_sub_epi8(add, _mm256_set1_epi8(1));
+        for (run, w) in w.iter_mut().enumerate() {
+            let (word, digit) = Grid::digit_at(block % 8, 4 * half + run);
+            // Times a power of three, without what is above a byte: the digit is in its highest part.
+            let (bytes, low) = (line(first + 64 * word), _mm256_set1_epi16(255));
+            let (power, three) = (_mm256_set1_epi16([1, 3, 9, 27, 81][digit]), _mm256_set1_epi16(3));
+            let shifted = |bytes: __m256i| _mm256_and_si256(_mm256_mullo_epi16(bytes, power), low);
+            let even = _mm256_mullo_epi16(shifted(_mm256_and_si256(bytes, low)), three);
+            let odd = _mm256_mullo_epi16(shifted(_mm256_srli_epi16(bytes, 8)), three);
+            let digits = _mm256_or_si256(_mm256_srli_epi16(even, 8), _mm256_andnot_si256(low, odd));
+            *w = _mm256_add_epi8(digits, add);
+        }
+        return w;
+    }
+    let signs = line(at + (grid.block_words() - !grid.has_ones() as usize) * 64);
+    // Upper bits of indices, and from where on.
+    let (above, above_at) = grid.upper_at(block % 8);
+    let above = line(first + 64 * above);
     for pair in 0..2 {
         let eight = 2 * half + pair;
         // The signs of eight weights, in each byte of a dword.
@@ -424,6 +457,13 @@ pub(super) unsafe fn grid_runs<const ROW: usize>(
             }
             // SAFETY: there are so many indices.
             let size = unsafe { _mm256_i32gather_epi32::<4>(grid.magnitudes().as_ptr().cast(), index) };
+            if grid.has_ones() {
+                // An eighth of a number beside: all bits where it is less.
+                let less = _mm256_slli_epi32(shifted(above, above_at + grid.less_at(run)), 31);
+                let beside = _mm256_or_si256(_mm256_srai_epi32(less, 31), _mm256_set1_epi8(1));
+                w[2 * pair + four] = _mm256_add_epi8(_mm256_add_epi8(size, beside), add);
+                continue;
+            }
             let bits = _mm256_set1_epi32([0x0804_0201, 0x8040_2010_u32 as i32][four]);
             let mask = _mm256_cmpeq_epi8(_mm256_and_si256(negative, bits), bits);
             let signed = _mm256_sub_epi8(_mm256_xor_si256(size, mask), mask);

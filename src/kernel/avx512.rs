@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use moebius_cache::pack::{self, BF16_INPUTS, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{self, BF16_INPUTS, Counts, Grid, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
 use super::avx2::counts;
@@ -509,17 +509,36 @@ pub(super) unsafe fn scales16<const ROW: usize>(scales: Scales<'_>, group: usize
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn odd_counts16<const ROW: usize>(scales: Scales<'_>, group: usize) -> __m512i {
-    let pack::Scales::Odd { apart, .. } = row(ROW).scales else { unreachable!("other scales") };
+    let pack::Scales::Odd { counts, .. } = row(ROW).scales else { unreachable!("other scales") };
+    let (at, _) = row(ROW).scales.at(group, row(ROW).group_size);
     // SAFETY: as promised by the caller.
     unsafe {
-        if apart {
-            let (at, _) = row(ROW).scales.at(group, row(ROW).group_size);
-            let bytes = _mm_loadl_epi64(scales.bytes.as_ptr().add(at).cast());
-            let all = _mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4));
-            return _mm512_and_si512(_mm512_cvtepu8_epi32(all), _mm512_set1_epi32(15));
+        match counts {
+            Counts::Zero => _mm512_setzero_si512(),
+            Counts::Apart(4) => {
+                let bytes = _mm_loadl_epi64(scales.bytes.as_ptr().add(at).cast());
+                let all = _mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4));
+                _mm512_and_si512(_mm512_cvtepu8_epi32(all), _mm512_set1_epi32(15))
+            }
+            Counts::Apart(_) => {
+                // A bit of each row.
+                let bits = scales.bytes.as_ptr().add(at).cast::<[u16; 3]>().read_unaligned();
+                (0..3).fold(_mm512_setzero_si512(), |count, bit| {
+                    let own = _mm512_maskz_set1_epi32(bits[bit], 1 << bit);
+                    _mm512_or_si512(count, own)
+                })
+            }
+            Counts::Within => {
+                let (word, lowest) = grid(ROW).upper_at(group % 8);
+                let first = scales.lines.as_ptr().add(grid_at(ROW, group).1);
+                let line = _mm512_loadu_si512(first.add(64 * word).cast());
+                if !grid(ROW).has_ones() {
+                    return _mm512_srli_epi32(line, 28);
+                }
+                let above = _mm512_srl_epi32(line, _mm_cvtsi32_si128(lowest as i32 + 12));
+                _mm512_and_si512(above, _mm512_set1_epi32(7))
+            }
         }
-        let signs = grid_at(ROW, group).0 + (grid(ROW).block_words() - 1) * 64;
-        _mm512_srli_epi32(_mm512_loadu_si512(scales.lines.as_ptr().add(signs).cast()), 28)
     }
 }
 
@@ -535,13 +554,26 @@ pub(super) unsafe fn grid_runs<const ROW: usize>(lines: *const u8, k: usize, add
     // SAFETY: as promised by the caller.
     let line = |at: usize| unsafe { _mm512_loadu_si512(lines.add(at).cast()) };
     let shifted = |x: __m512i, by: usize| _mm512_srl_epi32(x, _mm_cvtsi32_si128(by as i32));
-    let signs = line(at + (grid.block_words() - 1) * 64);
-    // Upper bits of indices, and from where on.
-    let (above, above_at) = match grid.has_all_signs() {
-        true => (line(first + (8 * grid.block_words() + block % 8 / 4) * 64), 8 * (block % 4)),
-        false => (signs, 28),
-    };
     let mut w = [_mm512_setzero_si512(); 4];
+    if grid == Grid::Tq1_0 {
+        let add = _mm512_sub_epi8(add, _mm512_set1_epi8(1));
+        for (run, w) in w.iter_mut().enumerate() {
+            let (word, digit) = Grid::digit_at(block % 8, 4 * half + run);
+            // Times a power of three, without what is above a byte: the digit is in its highest part.
+            let (bytes, low) = (line(first + 64 * word), _mm512_set1_epi16(255));
+            let (power, three) = (_mm512_set1_epi16([1, 3, 9, 27, 81][digit]), _mm512_set1_epi16(3));
+            let shifted = |bytes: __m512i| _mm512_and_si512(_mm512_mullo_epi16(bytes, power), low);
+            let even = _mm512_mullo_epi16(shifted(_mm512_and_si512(bytes, low)), three);
+            let odd = _mm512_mullo_epi16(shifted(_mm512_srli_epi16(bytes, 8)), three);
+            let digits = _mm512_or_si512(_mm512_srli_epi16(even, 8), _mm512_andnot_si512(low, odd));
+            *w = _mm512_add_epi8(digits, add);
+        }
+        return w;
+    }
+    let signs = line(at + (grid.block_words() - !grid.has_ones() as usize) * 64);
+    // Upper bits of indices, and from where on.
+    let (above, above_at) = grid.upper_at(block % 8);
+    let above = line(first + 64 * above);
     for pair in 0..2 {
         let eight = 2 * half + pair;
         // The signs of eight weights, in each byte of a dword.
@@ -570,6 +602,13 @@ pub(super) unsafe fn grid_runs<const ROW: usize>(lines: *const u8, k: usize, add
             }
             // SAFETY: there are so many indices.
             let size = unsafe { _mm512_i32gather_epi32::<4>(index, grid.magnitudes().as_ptr().cast()) };
+            if grid.has_ones() {
+                // An eighth of a number beside: all bits where it is less.
+                let less = _mm512_slli_epi32(shifted(above, above_at + grid.less_at(run)), 31);
+                let beside = _mm512_or_si512(_mm512_srai_epi32(less, 31), _mm512_set1_epi8(1));
+                w[2 * pair + four] = _mm512_add_epi8(_mm512_add_epi8(size, beside), add);
+                continue;
+            }
             let bits = _mm512_set1_epi32([0x0804_0201, 0x8040_2010_u32 as i32][four]);
             let mask = _mm512_test_epi8_mask(negative, bits);
             w[2 * pair + four] = _mm512_mask_sub_epi8(_mm512_add_epi8(size, add), mask, add, size);

@@ -150,7 +150,7 @@ pub(super) const fn row(number: usize) -> Row {
 macro_rules! by_row {
     ($number:expr, $function:ident $n:tt $arguments:tt) => {
         $crate::kernel::tiles::by_row!(@ $number, $function $n $arguments, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16
-            17 18 19)
+            17 18 19 20 21 22 23)
     };
     (@ $number:expr, $function:ident $n:tt $arguments:tt, $($row:literal)*) => {{
         const { assert!([$($row),*].len() == $crate::kernel::tiles::INTEGER_ROWS, "a number for each row") };

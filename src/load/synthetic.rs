@@ -92,17 +92,17 @@ pub fn experts(model: &ModelConfig, precision: impl Into<Precisions>) -> Result<
 }
 
 fn fill_tile(layout: &MatrixLayout, tile: &mut [u8], rms: f32, random: &mut Random) {
-    let (Some(Row { codes, scales, .. }), Some(group_size)) = (layout.precision.row(), layout.precision.group_size())
-    else {
+    let (Some(row), Some(group_size)) = (layout.precision.row(), layout.precision.group_size()) else {
         return fill_bf16(bytemuck::cast_slice_mut(tile), rms, random.bits());
     };
+    let Row { codes, scales, .. } = row;
     if let (CodeType::Grid(grid), Scales::Odd { halvings, .. }) = (codes, scales) {
-        // Any bits are weights, of as many signs of a kind; of counts up to 15 the mean square is 341.
+        // Any bits are weights, of as many signs of a kind.
         tile.chunks_mut(8).for_each(|bytes| bytes.copy_from_slice(&random.bits().to_le_bytes()[..bytes.len()]));
-        let magnitudes = grid.magnitudes().iter().flat_map(|four| four.to_le_bytes());
-        let squares: f32 = magnitudes.map(|magnitude| f32::from(magnitude).powi(2)).sum();
-        let codes = (squares / (4 * grid.magnitudes().len()) as f32).sqrt();
-        let d = f16::from_f32(rms / codes / 341f32.sqrt() * f32::from(1u8 << halvings)).to_le_bytes();
+        // The mean square of odd numbers up to 2 c + 1.
+        let counts = (4.0 * (f32::from(row.largest_count()) + 1.0).powi(2) - 1.0) / 3.0;
+        let d = rms / (grid.mean_square() * counts).sqrt() * f32::from(1u8 << halvings);
+        let d = f16::from_f32(d).to_le_bytes();
         for group in 0..layout.k / group_size {
             let (_, head) = scales.at(group, group_size);
             tile[head..head + scales.head_bytes()].as_chunks_mut::<2>().0.fill(d);

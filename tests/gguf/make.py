@@ -876,7 +876,16 @@ MADE_UP = {
     Type.IQ2_S: [1],
     Type.IQ3_XXS: [1],
     Type.IQ3_S: [1],
+    Type.IQ1_S: [1],
+    Type.IQ1_M: [],
 }
+
+
+def put_quarters(data, scale):
+    """Scales of IQ1_M: a quarter of each in four places."""
+    for part in range(4):
+        nibble = (scale.view(np.uint16) >> (4 * part) & 15).astype(np.uint8)
+        data[..., 49 + 2 * part] = data[..., 49 + 2 * part] & 15 | nibble << 4
 
 
 def random_blocks(values, kind):
@@ -889,6 +898,8 @@ def random_blocks(values, kind):
     for _ in range(2):
         for at, factor in zip(HALVES[kind.name], MADE_UP[kind]):
             data[..., at : at + 2] = np.array([scale * factor], "<f2").view(np.uint8)
+        if kind == Type.IQ1_M:
+            put_quarters(data, np.full(shape[:-1], scale, "<f2"))
         codes = data.reshape(values.shape[:-1] + (-1,))
         scale = values.std() / gguf.quants.dequantize(codes, kind).std()
     return codes
@@ -904,11 +915,8 @@ def blocks(out):
         for at in HALVES[kind]:
             scale = (random.standard_normal((rows, count)) * 0.01).astype("<f2")
             data[:, :, at : at + 2] = scale.view(np.uint8).reshape(rows, count, 2)
-        if kind == "IQ1_M":  # a quarter of the scale in each of four places
-            scale = (random.standard_normal((rows, count)) * 0.01).astype("<f2").view(np.uint16)
-            for part in range(4):
-                nibble = (scale >> (4 * part) & 15).astype(np.uint8)
-                data[:, :, 49 + 2 * part] = data[:, :, 49 + 2 * part] & 15 | nibble << 4
+        if kind == "IQ1_M":
+            put_quarters(data, (random.standard_normal((rows, count)) * 0.01).astype("<f2"))
         if kind == "MXFP4":
             data[:, :, 0] = random.integers(100, 140, (rows, count))
         data = data.reshape(rows, -1)

@@ -17,6 +17,8 @@
 //!   6 bits                [8] u8, [4] u8     lower 4 bits of rows r, r + 8; upper 2 bits of r, r + 4, r + 8, r + 12
 //!   6 bits, with offsets  [16] u8, [8] u8    count + 64 (offset mod 4); upper 4 bits of the offsets of r, r + 8
 //!   4 bits, with offsets  [16] u8            count + 16 offset
+//!   4 bits, odd           [8] u8             counts of rows r, r + 8
+//!   3 bits, odd           [3] u16            a bit of each row's count, the lowest first
 //! ```
 //!
 //! All rows of a record lie together, so that a kernel makes the scales of a group's 16 rows at once, of whichever
@@ -176,6 +178,17 @@ impl CodeType {
                 };
                 (nearer as u8 | u8::from(value.is_sign_negative()) << 7) as i8
             }
+            Self::Grid(grid) if grid.has_ones() => {
+                let [low, high] = self.range().map(f32::from);
+                match grid {
+                    Grid::Tq1_0 => value.round_ties_even().clamp(low, high) as i8,
+                    // Beside 8 times -1, 0 or 1.
+                    _ => {
+                        let eight = (value / 8.0).round_ties_even().clamp(-1.0, 1.0) * 8.0;
+                        (eight + if value < eight { -1.0 } else { 1.0 }) as i8
+                    }
+                }
+            }
             Self::Grid(grid) => {
                 let magnitudes = grid.magnitudes().iter().flat_map(|four| four.to_le_bytes()).map(|byte| byte as i8);
                 let distance = |magnitude: &i8| (value.abs() - f32::from(*magnitude)).abs();
@@ -272,13 +285,34 @@ pub enum Scales {
         /// Whether there are counts of `dmin`, which are taken off.
         offsets: bool,
     },
-    /// A count of 4 bits: the scale is so many times two and one more `d`, halved.
+    /// A count: the scale is so many times two and one more `d`, halved.
     Odd {
         /// How often it is halved.
         halvings: u8,
-        /// Whether counts lie here; otherwise they lie above the signs of a grid's codes.
-        apart: bool,
+        /// Where counts are.
+        counts: Counts,
     },
+}
+
+/// Where the counts of odd scales are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Counts {
+    /// All are 0, so that `d` is the scale of its super-block.
+    Zero,
+    /// In the words of a grid's codes.
+    Within,
+    /// Beside `d`, of so many bits: 3 or 4.
+    Apart(u8),
+}
+
+impl Counts {
+    /// Bits of a count beside `d`.
+    pub const fn bits(self) -> usize {
+        match self {
+            Self::Zero | Self::Within => 0,
+            Self::Apart(bits) => bits as usize,
+        }
+    }
 }
 
 impl Scales {
@@ -314,7 +348,7 @@ impl Scales {
             Self::Zeros => 3 * TILE_ROWS,
             Self::E4m3 => TILE_ROWS,
             Self::Counted { bits, offsets, .. } => TILE_ROWS * bits as usize * (1 + offsets as usize) / 8,
-            Self::Odd { apart, .. } => TILE_ROWS / 2 * apart as usize,
+            Self::Odd { counts, .. } => TILE_ROWS * counts.bits() / 8,
         }
     }
 
@@ -362,7 +396,7 @@ pub struct Row {
 
 impl Row {
     /// Every one there is; kernels know them by their numbers.
-    pub const ALL: [Self; 22] = {
+    pub const ALL: [Self; 26] = {
         use Scales::{Counted, Plain, Wide, WithOffset};
         const fn row(codes: CodeType, scales: Scales, group_size: usize) -> Row {
             Row { codes, scales, group_size }
@@ -370,8 +404,8 @@ impl Row {
         const fn int(bits: u8, zero: u8) -> CodeType {
             CodeType::Int { bits, zero }
         }
-        const fn odd(halvings: u8, apart: bool) -> Scales {
-            Scales::Odd { halvings, apart }
+        const fn odd(halvings: u8, counts: Counts) -> Scales {
+            Scales::Odd { halvings, counts }
         }
         [
             row(CodeType::E2m1, Plain, 32),
@@ -388,16 +422,32 @@ impl Row {
             row(int(5, 0), WithOffset, 32),
             row(int(5, 16), Plain, 32),
             row(CodeType::E2m1, Scales::E4m3, 16),
-            row(CodeType::Grid(Grid::Iq2Xxs), odd(3, false), 32),
-            row(CodeType::Grid(Grid::Iq2Xs), odd(3, true), 16),
-            row(CodeType::Grid(Grid::Iq2S), odd(3, true), 16),
-            row(CodeType::Grid(Grid::Iq3Xxs), odd(2, false), 32),
-            row(CodeType::Grid(Grid::Iq3S), odd(0, true), 32),
+            row(CodeType::Grid(Grid::Iq2Xxs), odd(3, Counts::Within), 32),
+            row(CodeType::Grid(Grid::Iq2Xs), odd(3, Counts::Apart(4)), 16),
+            row(CodeType::Grid(Grid::Iq2S), odd(3, Counts::Apart(4)), 16),
+            row(CodeType::Grid(Grid::Iq3Xxs), odd(2, Counts::Within), 32),
+            row(CodeType::Grid(Grid::Iq3S), odd(0, Counts::Apart(4)), 32),
             row(int(4, 0), Scales::Zeros, 0),
+            row(CodeType::Grid(Grid::Iq1S), odd(3, Counts::Within), 32),
+            row(CodeType::Grid(Grid::Iq1M), odd(3, Counts::Apart(3)), 16),
+            row(CodeType::Grid(Grid::Tq1_0), odd(0, Counts::Zero), 128),
+            row(int(2, 1), odd(0, Counts::Zero), 128),
             row(CodeType::E4m3, Plain, 0),
             row(CodeType::E4m3, Wide, 0),
         ]
     };
+}
+
+impl Row {
+    /// The largest count of odd scales; of others 0.
+    pub const fn largest_count(self) -> u8 {
+        match (self.scales, self.codes) {
+            (Scales::Odd { counts: Counts::Apart(bits), .. }, _) => (1 << bits) - 1,
+            (Scales::Odd { counts: Counts::Within, .. }, CodeType::Grid(Grid::Iq1S)) => 7,
+            (Scales::Odd { counts: Counts::Within, .. }, _) => 15,
+            _ => 0,
+        }
+    }
 }
 
 /// How expert weights are stored and computed with.
@@ -488,6 +538,18 @@ pub enum Precision {
     /// llama.cpp's: places in a grid, 3.44 bits, groups of 32, counts of 4 bits.
     #[serde(rename = "iq3_s")]
     Iq3S,
+    /// llama.cpp's: places in a grid of -1, 0 and 1, 1.56 bits, groups of 32, counts of 3 bits.
+    #[serde(rename = "iq1_s")]
+    Iq1S,
+    /// llama.cpp's: places in a grid of -1, 0 and 1, 1.75 bits, groups of 16, counts of 3 bits.
+    #[serde(rename = "iq1_m")]
+    Iq1M,
+    /// llama.cpp's: digits to the base of three, 1.69 bits, f16 scales of 256.
+    #[serde(rename = "tq1_0")]
+    Tq1_0,
+    /// llama.cpp's: 2 bits, f16 scales of 256.
+    #[serde(rename = "tq2_0")]
+    Tq2_0,
 }
 
 impl Precision {
@@ -498,7 +560,7 @@ impl Precision {
         let mut all = vec![Bf16, Mxfp4];
         all.extend(coded.flat_map(|precision| [precision, precision.with_scales(ScaleType::F16)]));
         all.extend([Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Xs, Iq4Nl, Q4_1, Q5_1, Q5_0, Nvfp4]);
-        all.extend([Iq2Xxs, Iq2Xs, Iq2S, Iq3Xxs, Iq3S]);
+        all.extend([Iq2Xxs, Iq2Xs, Iq2S, Iq3Xxs, Iq3S, Iq1S, Iq1M, Tq1_0, Tq2_0]);
         all.extend(GROUP_SIZES.map(Self::fp8).into_iter().flat_map(|fp8| [fp8, fp8.with_scales(ScaleType::F32)]));
         all
     }
@@ -588,6 +650,10 @@ impl Precision {
             Precision::Iq2S => "iq2_s",
             Precision::Iq3Xxs => "iq3_xxs",
             Precision::Iq3S => "iq3_s",
+            Precision::Iq1S => "iq1_s",
+            Precision::Iq1M => "iq1_m",
+            Precision::Tq1_0 => "tq1_0",
+            Precision::Tq2_0 => "tq2_0",
         }
     }
 
@@ -615,8 +681,12 @@ impl Precision {
             Precision::Iq3Xxs => 17,
             Precision::Iq3S => 18,
             Precision::Uint4 { .. } => 19,
-            Precision::Fp8 { scales: ScaleType::Bf16, .. } => 20,
-            Precision::Fp8 { .. } => 21,
+            Precision::Iq1S => 20,
+            Precision::Iq1M => 21,
+            Precision::Tq1_0 => 22,
+            Precision::Tq2_0 => 23,
+            Precision::Fp8 { scales: ScaleType::Bf16, .. } => 24,
+            Precision::Fp8 { .. } => 25,
         })
     }
 

@@ -5,7 +5,7 @@
 
 use half::{bf16, f16};
 
-use super::{CodeType, E4M3, ExpertLayout, Grid, MatrixLayout, Row, SUPER_BLOCK, Scales, TILE_ROWS};
+use super::{CodeType, Counts, E4M3, ExpertLayout, Grid, MatrixLayout, Row, SUPER_BLOCK, Scales, TILE_ROWS};
 
 /// Row-major weights of a matrix `[n, k]`, or of some of its rows.
 #[derive(Clone, Debug)]
@@ -51,7 +51,9 @@ impl Blocks {
             Scales::Counted { offsets, .. } => {
                 (rows * layout.k / SUPER_BLOCK * (1 + usize::from(offsets)), groups, groups * usize::from(offsets))
             }
-            Scales::Odd { apart, .. } => (rows * layout.k / SUPER_BLOCK, groups * usize::from(apart), 0),
+            Scales::Odd { counts, .. } => {
+                (rows * layout.k / SUPER_BLOCK, if counts.bits() > 0 { groups } else { 0 }, 0)
+            }
         };
         let (codes, words) = match row.codes {
             CodeType::Grid(grid) => (0, rows * layout.k / SUPER_BLOCK * grid.words()),
@@ -96,9 +98,8 @@ impl Blocks {
         for (group, (out, codes)) in weights.enumerate() {
             let block = group * group_size / SUPER_BLOCK;
             let (scale, offset) = match scales {
-                Scales::Plain | Scales::Wide | Scales::Zeros | Scales::Odd { .. } => {
-                    panic!("{precision} has other scales")
-                }
+                Scales::Plain | Scales::Wide | Scales::Zeros => panic!("{precision} has other scales"),
+                Scales::Odd { halvings, .. } => (odd_scale(number(block), 0, halvings), None),
                 Scales::E4m3 => {
                     (E4M3[usize::from(self.counts[group])] * f32_of(&self.heads, group * group_size / k), None)
                 }
@@ -281,15 +282,18 @@ fn pack_counts<'o>(
             }
             continue;
         }
-        if let Scales::Odd { apart, .. } = scales {
+        if let Scales::Odd { counts, .. } = scales {
             let heads = blocks.heads.chunks_exact(layout.k / SUPER_BLOCK).nth(source).unwrap_or_default();
             for (i, head) in heads.iter().enumerate() {
                 let (_, at) = scales.at(i * (SUPER_BLOCK / group_size), group_size);
                 bytes[at + 2 * row..][..2].copy_from_slice(&head.to_le_bytes());
             }
-            for group in (0..groups).filter(|_| apart) {
-                let at = scales.at(group, group_size).0;
-                bytes[at + row % 8] |= blocks.counts[source * groups + group] << (row / 8 * 4);
+            for group in (0..groups).filter(|_| counts.bits() > 0) {
+                let (at, count) = (scales.at(group, group_size).0, blocks.counts[source * groups + group]);
+                match counts {
+                    Counts::Apart(4) => bytes[at + row % 8] |= count << (row / 8 * 4),
+                    _ => (0..3).for_each(|bit| bytes[at + 2 * bit + row / 8] |= (count >> bit & 1) << (row % 8)),
+                }
             }
             continue;
         }
@@ -493,14 +497,18 @@ pub fn unpack_scale(layout: &MatrixLayout, tile: &[u8], row: usize, group: usize
         }
         Scales::E4m3 => (E4M3[usize::from(tile[at + row])] * float(head), 0.0),
         Scales::WithOffset => (half(at), half(at + 2 * TILE_ROWS)),
-        Scales::Odd { halvings, apart } => {
+        Scales::Odd { halvings, counts } => {
             let lines = &tile[layout.scale_bytes()..];
-            let count = match layout.precision.codes() {
-                Some(CodeType::Grid(grid)) if !apart => {
+            let count = match (counts, layout.precision.codes()) {
+                (Counts::Within, Some(CodeType::Grid(grid))) => {
                     let blocks = SUPER_BLOCK / group_size;
                     grid.count(|word| word_of(lines, group / blocks * grid.words() + word, row), group % blocks)
                 }
-                _ => tile[at + row % 8] >> (row / 8 * 4) & 15,
+                (Counts::Apart(4), _) => tile[at + row % 8] >> (row / 8 * 4) & 15,
+                (Counts::Apart(_), _) => {
+                    (0..3).fold(0, |count, bit| count | (tile[at + 2 * bit + row / 8] >> (row % 8) & 1) << bit)
+                }
+                _ => 0,
             };
             (odd_scale(half(head), count, halvings), 0.0)
         }

@@ -441,7 +441,6 @@ fn gguf(kind: GgmlType) -> Example {
         }),
         IQ4_NL => of(-127, 113).map(|integers| Integers { table: Some(CodeType::Iq4), ..integers }),
         Q8_0 => of(-128, 127),
-        TQ1_0 | TQ2_0 => of(-1, 2).map(|integers| Integers { group: 256, ..integers }),
         _ => None,
     };
     Example { want: None, gguf: Some(file), ..Example::new(Written::default(), Vec::new(), integers) }

@@ -3,7 +3,6 @@
 //! Those with a scale for each 32 weights and no offset are codes; the others have scales of more parts. Halves of
 //! bytes lie 16 weights apart, not side by side. Source: ggml's `dequantize_row_*`.
 
-mod ones;
 mod super_blocks;
 
 use half::f16;
@@ -13,7 +12,7 @@ use super::{Format, Reader};
 use crate::Result;
 use crate::checkpoint::{Dtype, GgmlType};
 use crate::codec::scales::e8m0;
-use crate::codec::{Blocked, Codec, Codes, Found, Integers, Read, Stored, Values};
+use crate::codec::{Blocked, Codec, Codes, Found, Integers, Read, Stored};
 use crate::pack::{self, CodeType, DOUBLED_E2M1, IQ4, ScaleType};
 
 pub(super) const READER: Reader = Reader { dtype: |dtype| matches!(dtype, Dtype::Ggml(_)), read, ..Reader::NONE };
@@ -24,7 +23,6 @@ fn read(Stored { view, shape: [_, k], .. }: Stored<'_>) -> Result<Found<'_>> {
     let blocks = Blocks { kind, data: view.data, k };
     let codec = match (super_blocks::precision(kind), kind) {
         (Some(precision), _) => Codec::Blocks(precision, Box::new(blocks)),
-        (None, GgmlType::IQ1_S | GgmlType::IQ1_M) => Codec::Values(Box::new(blocks)),
         (None, _) => Codec::Codes(Box::new(blocks)),
     };
     Ok(Found::new(Format::Gguf(kind), "", vec![view], codec))
@@ -51,7 +49,6 @@ impl Codes for Blocks<'_> {
             GgmlType::Q4_0 => of(-8, 7),
             GgmlType::Q5_0 => of(-16, 15),
             GgmlType::MXFP4 => mxfp4::INTEGERS,
-            GgmlType::TQ1_0 | GgmlType::TQ2_0 => Integers { group: 256, ..of(-1, 2) },
             GgmlType::IQ4_NL => Integers { table: Some(CodeType::Iq4), ..of(-127, 113) },
             _ => of(-128, 127),
         }
@@ -59,10 +56,6 @@ impl Codes for Blocks<'_> {
 
     fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {
         let bytes = self.bytes(first, codes.len());
-        if matches!(self.kind, GgmlType::TQ1_0 | GgmlType::TQ2_0) {
-            ones::ternary(self.kind, bytes, codes, scales);
-            return Ok(());
-        }
         let (codes, _) = codes.as_chunks_mut::<32>();
         match self.kind {
             GgmlType::Q4_0 => each::<18>(bytes, codes, scales, |block, codes, scale| {
@@ -121,14 +114,6 @@ fn halves(bytes: &[u8], codes: &mut [i8; 32], code: impl Fn(u8) -> i8) {
 #[inline(always)]
 fn half_at(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
-}
-
-/// Of types whose codes have no packed form.
-impl Values for Blocks<'_> {
-    fn rows(&self, first: usize, out: &mut [f32]) -> Read {
-        ones::decode(self.kind, self.bytes(first, out.len()), out);
-        Ok(())
-    }
 }
 
 impl Blocked for Blocks<'_> {

@@ -23,7 +23,11 @@ pub(super) fn precision(kind: GgmlType) -> Option<Precision> {
         IQ2_S => Precision::Iq2S,
         IQ3_XXS => Precision::Iq3Xxs,
         IQ3_S => Precision::Iq3S,
-        Q4_0 | Q5_0 | Q8_0 | IQ4_NL | MXFP4 | IQ1_S | IQ1_M | TQ1_0 | TQ2_0 => return None,
+        IQ1_S => Precision::Iq1S,
+        IQ1_M => Precision::Iq1M,
+        TQ1_0 => Precision::Tq1_0,
+        TQ2_0 => Precision::Tq2_0,
+        Q4_0 | Q5_0 | Q8_0 | IQ4_NL | MXFP4 => return None,
     })
 }
 
@@ -45,6 +49,16 @@ pub(super) fn read(kind: GgmlType, bytes: &[u8], out: &mut Blocks) -> Result<(),
         IQ2_S => each_in_grid::<82>(bytes, out, iq2_s),
         IQ3_XXS => each_in_grid::<98>(bytes, out, iq3_xxs),
         IQ3_S => each_in_grid::<110>(bytes, out, iq3_s),
+        IQ1_S => each_in_grid::<50>(bytes, out, iq1_s),
+        IQ1_M => {
+            each_in_grid::<56>(bytes, out, iq1_m);
+            out.heads.iter_mut().zip(bytes.as_chunks::<56>().0).for_each(|(head, block)| *head = iq1_m_head(block));
+        }
+        TQ1_0 => {
+            each_in_grid::<54>(bytes, out, |bytes, words, _| words.copy_from_slice(&u32s::<13>(bytes)));
+            out.heads.iter_mut().zip(bytes.as_chunks::<54>().0).for_each(|(head, block)| *head = half_at(block, 52));
+        }
+        TQ2_0 => each::<66, 256, 1, 0, 0>(bytes, out, tq2_0),
         other => return Err(format!("of type {other} is codes with a scale each")),
     }
     Ok(())
@@ -179,6 +193,14 @@ fn iq4_xs(bytes: &[u8; 136], block: Block<'_, 256, 1, 8, 0>) {
     }
 }
 
+/// 64 bytes of codes, of which each has four that lie 32 weights apart, d.
+fn tq2_0(bytes: &[u8; 66], block: Block<'_, 256, 1, 0, 0>) {
+    *block.heads = [half_at(bytes, 64)];
+    for (i, code) in block.codes.iter_mut().enumerate() {
+        *code = (bytes[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3) as i8 - 1;
+    }
+}
+
 /// Calls `read(block, words, counts)` for each block of `BYTES` bytes, which begins with d.
 fn each_in_grid<const BYTES: usize>(
     bytes: &[u8],
@@ -242,4 +264,27 @@ fn iq3_s(bytes: &[u8; 110], words: &mut [u32], counts: &mut [u8]) {
     }
     words[24..].copy_from_slice(&u32s::<2>(&bytes[66..]));
     nibbles(&bytes[106..], counts);
+}
+
+/// d, 32 bytes of indices, 8 halves of upper bits of indices, three each, a count of 3 bits and what is beside.
+fn iq1_s(bytes: &[u8; 50], words: &mut [u32], _: &mut [u8]) {
+    words[..8].copy_from_slice(&u32s::<8>(&bytes[2..]));
+    words[8..].copy_from_slice(&u32s::<4>(&bytes[34..]));
+}
+
+/// 32 bytes of indices, 16 whose halves are three upper bits of an index and what is beside it, 4 halves of four counts
+/// of 3 bits and a quarter of d.
+fn iq1_m(bytes: &[u8; 56], words: &mut [u32], counts: &mut [u8]) {
+    words.copy_from_slice(&[u32s::<8>(bytes), [0; 8]].concat()[..12]);
+    for run in 0..32 {
+        let (four, lowest) = (u32::from(bytes[32 + run / 2]) >> (run % 2 * 4), run / 4 % 2 * 16);
+        words[8 + run / 8] |= ((four & 7) << (3 * (run % 4)) | (four >> 3 & 1) << (12 + run % 4)) << lowest;
+    }
+    for (i, count) in counts.iter_mut().enumerate() {
+        *count = (half_at(bytes, 48 + i / 4 * 2) >> (i % 4 * 3) & 7) as u8;
+    }
+}
+
+fn iq1_m_head(bytes: &[u8; 56]) -> u16 {
+    (0..4).fold(0, |d, part| d | (half_at(bytes, 48 + 2 * part) >> 12) << (4 * part))
 }
