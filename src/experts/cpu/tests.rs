@@ -169,13 +169,14 @@ fn agrees_with_f32_on_the_dequantized_weights() {
 fn bits_depend_on_neither_kernel_nor_threads() {
     for precision in Precision::all() {
         let (hidden, intermediate) = dims(precision);
+        let store = store(hidden, intermediate, precision);
         for tokens in [1, 3, 70] {
             let (x, routing) = inputs(tokens, hidden);
-            let mut truth = executor(store(hidden, intermediate, precision), 1, Simd::Scalar);
+            let mut truth = executor(store.clone(), 1, Simd::Scalar);
             let expected = run(&mut truth, 0, &x, &routing);
             for simd in kernel::available() {
                 for threads in [1, 2, 3, 5] {
-                    let mut executor = executor(store(hidden, intermediate, precision), threads, simd);
+                    let mut executor = executor(store.clone(), threads, simd);
                     for _ in 0..3 {
                         assert_eq!(
                             run(&mut executor, 0, &x, &routing),
@@ -193,10 +194,10 @@ fn bits_depend_on_neither_kernel_nor_threads() {
 fn bits_do_not_depend_on_nodes() {
     for precision in Precision::all() {
         let (hidden, intermediate) = dims(precision);
+        let store = store(hidden, intermediate, precision);
         for tokens in [1, 70] {
             let (x, routing) = inputs(tokens, hidden);
-            let expected =
-                run(&mut executor(store(hidden, intermediate, precision), 1, kernel::best().simd()), 1, &x, &routing);
+            let expected = run(&mut executor(store.clone(), 1, kernel::best().simd()), 1, &x, &routing);
             // As many slices as tiles and more among them: some nodes hold nothing.
             for workers in [&[1, 1][..], &[1, 3], &[2, 1, 1], &[1; 8]] {
                 let cpus = Topology::read().worker_cpus(workers.iter().sum());
@@ -204,8 +205,7 @@ fn bits_do_not_depend_on_nodes() {
                 let seats = cpus.into_iter().zip(nodes).enumerate();
                 let seats: Vec<Seat> = seats.map(|(turn, (cpu, node))| Seat { cpu, node, turn }).collect();
                 let team = Arc::new(Team::on_nodes(&seats).unwrap());
-                let memory =
-                    ExpertMemory::copied(store(hidden, intermediate, precision), &team, &[], &|_, _| ()).unwrap();
+                let memory = ExpertMemory::copied(store.clone(), &team, &[], &|_, _| ()).unwrap();
                 let (heap, memory) = (Heap::default(), Arc::new(memory));
                 let mut executor = CpuExperts::new(&heap, memory, team, kernel::best(), 150 * TOP_K).unwrap();
                 for _ in 0..3 {
