@@ -175,7 +175,9 @@ fn bits_depend_on_neither_kernel_nor_threads() {
             let mut truth = executor(store.clone(), 1, Simd::Scalar);
             let expected = run(&mut truth, 0, &x, &routing);
             for simd in kernel::available() {
-                for threads in [1, 2, 3, 5] {
+                // The scalar kernel is slow.
+                let teams = if simd == Simd::Scalar { &[3][..] } else { &[1, 2, 3, 5] };
+                for &threads in teams {
                     let mut executor = executor(store.clone(), threads, simd);
                     for _ in 0..3 {
                         assert_eq!(
