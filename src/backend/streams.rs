@@ -51,7 +51,8 @@ pub trait Streams: Recur {
     /// `x[t, s] += inject[t, s] * y[t]`, all f32; `y` `[T, hidden]`.
     fn inject(&self, y: &Self::Tensor, inject: &Self::Tensor, x: &mut Self::Tensor);
     /// `out[t] = sum over s of pre_s * x[t, s]`, `[T, hidden]`; `shares` become `post` and `C`, behind as many
-    /// numbers as there are streams, `[T, rows]`, as [`Connections`] say; all f32. The number is the norm's epsilon.
+    /// numbers as there are streams, `[T, rows]`, as [`Connections`] say; all f32. Weights that make nothing but `pre`
+    /// have `shares` of `[T, streams]`. The number is the norm's epsilon.
     fn collapse_streams(
         &self,
         x: &Self::Tensor,
@@ -62,16 +63,6 @@ pub trait Streams: Recur {
     );
     /// `x[t, k] = post_k * y[t] + sum over j of C_jk x[t, j]`, all f32; `y` `[T, hidden]`.
     fn connect_streams(&self, y: &Self::Tensor, shares: &Self::Tensor, x: &mut Self::Tensor);
-    /// `out[t] = sum over s of pre_s * x[t, s]`, as [`Streams::collapse_streams`], of weights that make nothing but
-    /// `pre`: `shares` `[T, streams]`.
-    fn weigh_streams(
-        &self,
-        x: &Self::Tensor,
-        w: &ConnectWeights<'_, Self>,
-        of: (Connections, f32),
-        shares: &mut Self::Tensor,
-        out: &mut Self::Tensor,
-    );
     /// `out[t] = 1 / streams * sum over s of x[t, s]`, f32; `out` `[T, hidden]`.
     fn mean_streams(&self, x: &Self::Tensor, out: &mut Self::Tensor);
     /// `key[t, s] = sigmoid(sign(g) sqrt(max(|g|, 1e-6))) * value[t]`, with `g = norm(key[t, s]) . norm(x[t, s]) /

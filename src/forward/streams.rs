@@ -113,7 +113,7 @@ impl<B: Backend> LastBuffers<B> {
     pub(super) fn read(&mut self, backend: &B, w: Option<&Connection<B>>, eps: f32, x: &B::Tensor) -> &B::Tensor {
         match (w, &mut self.shares) {
             (Some(w), Some(shares)) => {
-                backend.weigh_streams(x, &w.weights(), (self.of, eps), shares, &mut self.read);
+                backend.collapse_streams(x, &w.weights(), (self.of, eps), shares, &mut self.read);
             }
             _ => backend.mean_streams(x, &mut self.read),
         }

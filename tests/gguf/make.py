@@ -327,49 +327,41 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_feed_forward_length(c["intermediate_size"])
         w.add_rope_dimension_count(c["rotary_dim"])
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if arch == "deepseek4":
-        w.add_rope_dimension_count(c["qk_rope_head_dim"])
+    if arch in ("deepseek4", "glm5-next"):
         w.add_q_lora_rank(c["q_lora_rank"])
-        w.add_sliding_window(c["sliding_window"])
         w.add_expert_shared_count(c["n_shared_experts"])
         w.add_expert_weights_scale(c["routed_scaling_factor"])
         w.add_expert_weights_norm(c["norm_topk_prob"])
+        w.add_uint32(f"{arch}.hyper_connection.count", c["hc_mult"])
+        w.add_uint32(f"{arch}.hyper_connection.sinkhorn_iterations", c["hc_sinkhorn_iters"])
+        w.add_float32(f"{arch}.hyper_connection.epsilon", c["hc_eps"])
+        for part in ("exp", "shexp"):
+            w.add_array(f"{arch}.swiglu_clamp_{part}", [float(c["swiglu_limit"])] * c["num_hidden_layers"])
+    if arch == "deepseek4":
+        w.add_rope_dimension_count(c["qk_rope_head_dim"])
+        w.add_sliding_window(c["sliding_window"])
         for key, field in [
             ("attention.output_group_count", "o_groups"),
             ("attention.output_lora_rank", "o_lora_rank"),
-            ("hyper_connection.count", "hc_mult"),
-            ("hyper_connection.sinkhorn_iterations", "hc_sinkhorn_iters"),
             ("hash_layer_count", "num_hash_layers"),
         ]:
             w.add_uint32(f"deepseek4.{key}", c[field])
-        w.add_float32("deepseek4.hyper_connection.epsilon", c["hc_eps"])
         w.add_float32("deepseek4.attention.compress_rope_freq_base", c["compress_rope_theta"])
         w.add_array("deepseek4.attention.compress_ratios", c["compress_ratios"])
-        for part in ("exp", "shexp"):
-            w.add_array(f"deepseek4.swiglu_clamp_{part}", [float(c["swiglu_limit"])] * c["num_hidden_layers"])
     if arch == "glm5-next":
         w.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
-        w.add_q_lora_rank(c["q_lora_rank"])
         w.add_kv_lora_rank(c["kv_lora_rank"])
         w.add_rope_dimension_count(0)
         w.add_key_length_mla(c["qk_nope_head_dim"])
         w.add_value_length_mla(c["v_head_dim"])
         w.add_leading_dense_block_count(c["mlp_layer_types"].count("dense"))
-        w.add_expert_shared_count(c["n_shared_experts"])
-        w.add_expert_weights_scale(c["routed_scaling_factor"])
-        w.add_expert_weights_norm(c["norm_topk_prob"])
         for key, field in [
             ("kda.head_dim", "linear_head_dim"),
             ("attention.indexer.kpool", "index_kpool"),
-            ("hyper_connection.count", "hc_mult"),
-            ("hyper_connection.sinkhorn_iterations", "hc_sinkhorn_iters"),
         ]:
             w.add_uint32(f"glm5-next.{key}", c[field])
         w.add_bool("glm5-next.attention.indexer.kpool_select_tail", c["index_kpool_always_select_tail"])
         w.add_float32("glm5-next.kda.gate_lower_bound", c["linear_lower_bound"])
-        w.add_float32("glm5-next.hyper_connection.epsilon", c["hc_eps"])
-        for part in ("exp", "shexp"):
-            w.add_array(f"glm5-next.swiglu_clamp_{part}", [float(c["swiglu_limit"])] * c["num_hidden_layers"])
     if arch == "kimi-linear":
         w.add_ssm_conv_kernel(c["linear_attn_config"]["short_conv_kernel_size"])
         w.add_uint32("kimi-linear.kda.head_dim", c["linear_attn_config"]["head_dim"])

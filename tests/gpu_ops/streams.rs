@@ -1,10 +1,10 @@
 //! Several residual streams, and n-grams: single rows, and a convolution from zeros and from what was kept.
 
-use moebius::backend::batch::Batch;
 use moebius::backend::{ConnectWeights, Dense, Load, Memory, NgramInputs, NgramNorms, Recur, Streams};
 use moebius::model::{Connections, LastRead, StateShape};
 
 use crate::common;
+use crate::steps::steps;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, ragged, random};
 
 /// Sums of f32 in another order, and functions that are right to 2^-21.
@@ -94,7 +94,7 @@ fn streams_are_connected() {
             let mut read = b.tensor_f32(rows, hidden).unwrap();
             let (of_streams, base, scale) = run(count);
             let w = ConnectWeights { of_streams: &of_streams, base: &base, scale: &scale };
-            b.weigh_streams(&x, &w, (of, 1e-6), &mut b.tensor_f32(rows, count).unwrap(), &mut read);
+            b.collapse_streams(&x, &w, (of, 1e-6), &mut b.tensor_f32(rows, count).unwrap(), &mut read);
             let weighed = b.numbers(&read);
             let (of_streams, base, scale) = run(of.rows());
             let w = ConnectWeights { of_streams: &of_streams, base: &base, scale: &scale };
@@ -115,10 +115,6 @@ fn streams_are_connected() {
     }
 }
 
-/// Tokens of each sequence in a step; their positions go on from step to step. A sequence's slot is its number, from
-/// the last down.
-const STEPS: &[&[usize]] = &[&[5, 1, 133, 16], &[1, 1, 1, 1], &[3, 66, 1, 17], &[1, 2, 3, 4]];
-
 #[test]
 fn ngrams_are_convolved_from_zeros_and_from_what_was_kept() {
     need_gpu!();
@@ -128,14 +124,9 @@ fn ngrams_are_convolved_from_zeros_and_from_what_was_kept() {
             let shape = StateShape { past_inputs: (width - 1) * dilation, channels, numbers: 0 };
             let mut state = b.state(4, shape).unwrap();
             let taps = b.load_norm(random(width * channels, 20).into()).unwrap();
-            let (mut starts, mut all) = ([0; 4], Vec::new());
-            for (i, step) in STEPS.iter().enumerate() {
-                let mut batch = Batch::default();
-                for (s, &tokens) in step.iter().enumerate() {
-                    batch.push(&vec![1; tokens], starts[s], &[0; 4]).slot = 3 - s;
-                    starts[s] += tokens;
-                }
-                let (numbers, seed) = (batch.len() * channels, 30 + 10 * i as u64);
+            let mut all = Vec::new();
+            for (batch, seed) in steps() {
+                let numbers = batch.len() * channels;
                 let gated = b.filled(channels, &random(numbers, seed));
                 let normed = b.filled(channels, &random(numbers, seed + 1));
                 let mut x = b.filled_f32(channels, &random(numbers, seed + 2));

@@ -36,19 +36,6 @@ fn product_of_streams(
     }
 }
 
-impl Cpu {
-    /// `out[t] = sum over s of shares[t, s] * x[t, s]`.
-    fn sum_streams(&self, x: &Tensor, shares: &Tensor, out: &mut Tensor) {
-        let (kernel, width) = (self.kernel, out.cols());
-        self.each_row(out, |t, out, _| {
-            out.fill(0.0);
-            for (stream, share) in x.row(t).chunks_exact(width).zip(shares.row(t)) {
-                kernel.add_scaled(stream, *share, out);
-            }
-        });
-    }
-}
-
 impl Streams for Cpu {
     fn write_rows(&self, to: &mut Tensor, first: usize, numbers: &[f32]) -> Result<()> {
         let cols = to.cols();
@@ -114,13 +101,12 @@ impl Streams for Cpu {
         out: &mut Tensor,
     ) {
         let (kernel, count, width) = (self.kernel, of.count, out.cols());
-        let (rows, all) = (of.rows(), count * width);
-        assert!(x.cols() == all && shares.cols() == rows);
+        assert!(x.cols() == count * width && [count, of.rows()].contains(&shares.cols()));
         self.each_row(shares, |t, shares, _| {
             product_of_streams(kernel, x.row(t), w, (count, eps), shares);
             let (pre, rest) = shares.split_at_mut(count);
-            let (post, mixed) = rest.split_at_mut(count);
             pre.iter_mut().for_each(|pre| *pre = sigmoid(*pre) + of.eps);
+            let Some((post, mixed)) = rest.split_at_mut_checked(count) else { return };
             post.iter_mut().for_each(|post| *post = 2.0 * sigmoid(*post));
             for row in mixed.chunks_exact_mut(count) {
                 let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -141,23 +127,12 @@ impl Streams for Cpu {
                 }
             }
         });
-        self.sum_streams(x, shares, out);
-    }
-
-    fn weigh_streams(
-        &self,
-        x: &Tensor,
-        w: &ConnectWeights<'_, Self>,
-        (of, eps): (Connections, f32),
-        shares: &mut Tensor,
-        out: &mut Tensor,
-    ) {
-        assert!(x.cols() == of.count * out.cols() && shares.cols() == of.count);
-        self.each_row(shares, |t, shares, _| {
-            product_of_streams(self.kernel, x.row(t), w, (of.count, eps), shares);
-            shares.iter_mut().for_each(|pre| *pre = sigmoid(*pre) + of.eps);
+        self.each_row(out, |t, out, _| {
+            out.fill(0.0);
+            for (stream, share) in x.row(t).chunks_exact(width).zip(shares.row(t)) {
+                kernel.add_scaled(stream, *share, out);
+            }
         });
-        self.sum_streams(x, shares, out);
     }
 
     fn connect_streams(&self, y: &Tensor, shares: &Tensor, x: &mut Tensor) {

@@ -16,31 +16,6 @@ use crate::model::Connections;
 /// Tokens up to which a block has a row of a connection's product; beyond, all rows of a few tokens.
 const FEW_TOKENS: usize = 32;
 
-impl CudaBackend {
-    /// What connections are made of, and the sum of streams that is read.
-    fn connect(
-        &self,
-        x: &Tensor,
-        w: &ConnectWeights<'_, Self>,
-        (of, eps): (Connections, f32),
-        shares: &mut Tensor,
-        out: &mut Tensor,
-    ) {
-        let (stream, numbers) = (&self.cuda.compute, shares.cols);
-        assert!(of.count <= MAX_STREAMS && numbers <= PRODUCT_ROWS && x.cols == of.count * out.cols);
-        let (kernel, across) = match x.rows <= FEW_TOKENS {
-            true => (kernels::streams_product_row, numbers),
-            false => (kernels::streams_product_rows, 1),
-        };
-        launch!(self.cuda, stream, kernel, [across, x.rows.div_ceil(PRODUCT_TOKENS), 1];
-            x.f32(), w.of_streams.address(), w.base.address(), w.scale.address(), shares.f32(), x.cols as i32,
-            numbers as i32, of.count as i32, x.rows as i32, eps);
-        launch!(self.cuda, stream, kernels::collapse_streams, [out.cols.div_ceil(STREAM_NUMBERS), x.rows, 1];
-            x.f32(), shares.f32(), out.f32(), out.cols as i32, of.count as i32, numbers as i32,
-            of.iterations as i32, of.eps);
-    }
-}
-
 impl Streams for CudaBackend {
     fn write_rows(&self, to: &mut Tensor, first: usize, numbers: &[f32]) -> Result<()> {
         let at = first * to.cols;
@@ -89,22 +64,22 @@ impl Streams for CudaBackend {
         &self,
         x: &Tensor,
         w: &ConnectWeights<'_, Self>,
-        of: (Connections, f32),
+        (of, eps): (Connections, f32),
         shares: &mut Tensor,
         out: &mut Tensor,
     ) {
-        self.connect(x, w, of, shares, out);
-    }
-
-    fn weigh_streams(
-        &self,
-        x: &Tensor,
-        w: &ConnectWeights<'_, Self>,
-        of: (Connections, f32),
-        shares: &mut Tensor,
-        out: &mut Tensor,
-    ) {
-        self.connect(x, w, of, shares, out);
+        let (stream, numbers) = (&self.cuda.compute, shares.cols);
+        assert!(of.count <= MAX_STREAMS && numbers <= PRODUCT_ROWS && x.cols == of.count * out.cols);
+        let (kernel, across) = match x.rows <= FEW_TOKENS {
+            true => (kernels::streams_product_row, numbers),
+            false => (kernels::streams_product_rows, 1),
+        };
+        launch!(self.cuda, stream, kernel, [across, x.rows.div_ceil(PRODUCT_TOKENS), 1];
+            x.f32(), w.of_streams.address(), w.base.address(), w.scale.address(), shares.f32(), x.cols as i32,
+            numbers as i32, of.count as i32, x.rows as i32, eps);
+        launch!(self.cuda, stream, kernels::collapse_streams, [out.cols.div_ceil(STREAM_NUMBERS), x.rows, 1];
+            x.f32(), shares.f32(), out.f32(), out.cols as i32, of.count as i32, numbers as i32,
+            of.iterations as i32, of.eps);
     }
 
     fn connect_streams(&self, y: &Tensor, shares: &Tensor, x: &mut Tensor) {
