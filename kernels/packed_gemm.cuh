@@ -14,7 +14,7 @@
 //
 // Weights of ANY_ROW come through registers: each warp reads a unit of 2 tiles (packed_rows.cuh) while the stage before
 // is multiplied, and writes the weights, scaled, as rows of bf16 to shared memory. There they are what the tokens are,
-// so that no product depends on a format.
+// so that no product depends on a format, and wgmma reads both.
 //
 // Chunks of 16 bytes are stored so that neither the lines (8-byte reads: two rows of lines t, t + 4, ...) nor the rows
 // (16-byte reads: 8 inputs) meet in a bank.
@@ -80,8 +80,10 @@ template <Format F> __device__ __forceinline__ uint32_t swizzle_line(uint32_t at
     const uint32_t line = at / LINE_BYTES;
     return at ^ (Lines<F>::FOUR_BITS ? (line >> 1 & 1) : F == INT8 ? (line >> 1 & 3) : (line >> 2 & 3)) * 32;
 }
-// Of 8 inputs of a row, and where they lie in it.
+// Of 8 inputs of a row, and where they lie in it. For wgmma weights of ANY_ROW and tokens have one order of inputs, in
+// which a unit's writes meet in no bank: blocks take turns every other chunk.
 template <class S> __device__ __forceinline__ int swizzle_row(int row, int chunk) {
+    if (S::WGMMA && S::ROWS) chunk = (chunk & 1) | (chunk & 2) << 1 | (chunk & 4) >> 1;
     return (chunk ^ (S::WGMMA ? row & 7 : (row & 1) * 4)) * 16;
 }
 
@@ -102,11 +104,14 @@ template <class S> __device__ __forceinline__ uint4 stage_inputs(const typename 
     return *reinterpret_cast<const uint4*>(stage.rows + (row + g) * S::K * 2 + swizzle_row<S>(g, 4 * b + t));
 }
 
-// Where 8 weights of ANY_ROW lie: row r of a tile is row r / 2 + r % 2 * 8 here, as the instructions count. The places
-// of chunks make reads of a row's chunks, of a chunk's words, and writes of a unit meet in no bank.
-__device__ __forceinline__ int swizzle_weights(int row, int chunk) {
+// Where 8 weights of ANY_ROW lie: row r of a tile is row r / 2 + r % 2 * 8 here, as the instructions count. For mma,
+// the places of chunks make reads of a row's chunks and writes of a unit meet in no bank. For wgmma, the first tiles of
+// the four warps lie in front of the second ones: 64 rows to a product.
+template <class S> __device__ __forceinline__ int swizzle_weights(int tile, int row, int chunk) {
+    if (S::WGMMA)
+        return (tile % 2 * (GEMM_THREADS / WARP) + tile / 2) * S::TILE_BYTES + row * 128 + swizzle_row<S>(row, chunk);
     const int moved = ((row ^ row >> 1) & 1) * 4 | (row & 2) | (row >> 2 & 1);
-    return row * 128 + (chunk ^ moved) * 16;
+    return tile * S::TILE_BYTES + row * 128 + (chunk ^ moved) * 16;
 }
 
 // The tiles of ANY_ROW that a block multiplies.
@@ -135,36 +140,29 @@ __device__ __forceinline__ void store_units(
 #pragma unroll 1
     for (int i = 0; i < 2; i++) {
         const RowUnit unit = i ? units[1] : units[0];
-        uint32_t four[4][2];
-        float2 scale[4];
-        float bias = 0.0f; // of codes that are floats: 0
+        uint32_t pairs[4][4];
+        float2 scale[1][4];
         with_row(packing.format, [&](auto f) {
             constexpr Format F = decltype(f)::value;
+            row_scales<F>(unit, packing.f16, scale);
 #pragma unroll
             for (int r = 0; r < 4; r++) {
-                row_codes<F>(unit, r, grid, four[r]);
-                scale[r] = row_scale<F>(unit, 0, r, packing.f16);
+                uint32_t four[2];
+                row_codes<F>(unit, r, grid, four);
+#pragma unroll
+                for (int p = 0; p < 4; p++) pairs[r][p] = row_pair_biased<F>(four[p / 2], p % 2);
+                scale[0][r].y -= RowOf<F>::PAIR_BIAS * scale[0][r].x;
             }
-            bias = RowOf<F>::ROW.codes == OF_E4M3 ? 0.0f : 0x1p23f + RowOf<F>::BIAS;
         });
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             uint32_t weights[4];
 #pragma unroll
-            for (int p = 0; p < 4; p++) {
-                float w[2];
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    const int byte = p % 2 * 2 + j;
-                    const uint32_t codes = four[r][p / 2];
-                    w[j] = bias == 0.0f ? e4m3_above(codes << (24 - 8 * byte))
-                                        : __uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7440 + byte)) - bias;
-                    w[j] = w[j] * scale[r].x + scale[r].y;
-                }
-                weights[p] = pack_bf16(w[0], w[1]);
-            }
+            for (int p = 0; p < 4; p++)
+                weights[p] = pack_bf16(low_f32(pairs[r][p]) * scale[0][r].x + scale[0][r].y,
+                    high_f32(pairs[r][p]) * scale[0][r].x + scale[0][r].y);
             const int row = g % 4 * 2 + r / 2 + r % 2 * 8; // 4q + r
-            *reinterpret_cast<uint4*>(to + (tile + i) * S::TILE_BYTES + swizzle_weights(row, g / 4 * 4 + t)) =
+            *reinterpret_cast<uint4*>(to + swizzle_weights<S>(tile + i, row, g / 4 * 4 + t)) =
                 make_uint4(weights[0], weights[1], weights[2], weights[3]);
         }
     }
@@ -192,7 +190,7 @@ __device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& 
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const uint4 row = *reinterpret_cast<const uint4*>(
-                        stage.lines + (tile + i) * S::TILE_BYTES + swizzle_weights(g + 8 * half, 4 * b + t));
+                        stage.lines + swizzle_weights<S>(tile + i, g + 8 * half, 4 * b + t));
                     a[i][0][half] = row.x, a[i][0][half + 2] = row.y;
                     a[i][1][half] = row.z, a[i][1][half + 2] = row.w;
                 }
@@ -264,6 +262,18 @@ __device__ __forceinline__ void multiply_scaling_sums(Sums<S>& acc, const typena
 }
 
 #ifdef HAS_WGMMA
+// Weights of ANY_ROW. When it returns, the products are under way and still read the stage.
+template <class S> __device__ __forceinline__ void multiply_rows_wgmma(Sums<S>& acc, const typename S::Stage& stage) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < S::K / 16; step++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            wgmma(acc[i], wgmma_operand(stage.lines + i * (S::LINES_BYTES / 2) + step * 32),
+                wgmma_operand(stage.rows + step * 32));
+    wgmma_commit();
+}
+
 // The first N tokens. When it returns, the last product is under way and still reads the stage's rows.
 template <class S, int N>
 __device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::Stage& stage, bool f16) {
@@ -281,16 +291,8 @@ __device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::S
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const unsigned char* of_tile = lines + i * S::TILE_BYTES;
-                if constexpr (S::ROWS) {
-                    auto word = [&](int row) {
-                        return *reinterpret_cast<const uint32_t*>(
-                            of_tile + swizzle_weights(row, 2 * step + half) + 4 * t);
-                    };
-                    raw[i][half] = make_uint2(word(g), word(g + 8));
-                } else {
-                    const uint32_t at = (2 * step + half) * HALF * LINE_BYTES + own;
-                    raw[i][half] = *reinterpret_cast<const uint2*>(of_tile + swizzle_line<S::F>(at));
-                }
+                const uint32_t at = (2 * step + half) * HALF * LINE_BYTES + own;
+                raw[i][half] = *reinterpret_cast<const uint2*>(of_tile + swizzle_line<S::F>(at));
             }
     };
     load(0);
@@ -302,14 +304,10 @@ __device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::S
         for (int i = 0; i < 2; i++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                if constexpr (S::ROWS) {
-                    a[i][2 * half] = raw[i][half].x, a[i][2 * half + 1] = raw[i][half].y;
-                } else {
-                    a[i][2 * half] = packed_pair<S::F>(raw[i][half].x, t);
-                    a[i][2 * half + 1] = packed_pair<S::F>(raw[i][half].y, t);
-                }
+                a[i][2 * half] = packed_pair<S::F>(raw[i][half].x, t);
+                a[i][2 * half + 1] = packed_pair<S::F>(raw[i][half].y, t);
             }
-            if constexpr (S::F != BF16 && !S::ROWS) {
+            if constexpr (S::F != BF16) {
                 if (step * 16 % S::SPAN == 0) scales[i] = stage_scales<S>(stage, tile + i, step * 16 / S::SPAN);
                 scale_rows(a[i], scales[i], f16);
             }
@@ -398,8 +396,8 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
             for (int c = 0; c < 4; c++) acc[i][j][c] = 0.0f;
 
     auto each_stage = [&](auto multiply_stage) {
-        // wgmma may still read the rows of the stage before, so one stage less is on its way.
-        constexpr int AHEAD = S::STAGES - (S::WGMMA ? 2 : 1);
+        // wgmma may still read the rows of the stage before, so one stage less is on its way; ANY_ROW waits for it.
+        constexpr int AHEAD = S::STAGES - (S::WGMMA && !S::ROWS ? 2 : 1);
         const int steps = div_ceil(k, S::K);
 #pragma unroll
         for (int s = 0; s < AHEAD; s++) {
@@ -423,7 +421,10 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
                 if (s + 1 < steps) load(s + 1);
             }
             copy_async_wait<AHEAD - 1>();
-            if (S::WGMMA) shared_to_async();
+            if constexpr (S::WGMMA) {
+                shared_to_async();
+                if (S::ROWS) wgmma_wait<0>();
+            }
             __syncthreads();
             if (s + AHEAD < steps) copy_stage((s + AHEAD) * S::K, write);
             copy_async_commit();
@@ -438,7 +439,12 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
 #ifdef HAS_WGMMA
     if constexpr (S::WGMMA) {
         auto all = [&](auto n) {
-            each_stage([&](const typename S::Stage& stage) { multiply_wgmma<S, decltype(n)::value>(acc, stage, f16); });
+            each_stage([&](const typename S::Stage& stage) {
+                if constexpr (S::ROWS)
+                    multiply_rows_wgmma<S>(acc, stage);
+                else
+                    multiply_wgmma<S, decltype(n)::value>(acc, stage, f16);
+            });
             wgmma_wait<0>(); // here: where sizes meet, sums may move to other registers
             wgmma_landed(acc[0]);
             wgmma_landed(acc[1]);

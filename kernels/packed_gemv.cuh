@@ -89,13 +89,13 @@ __device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (
     float scale[PARTS][4];
     [[maybe_unused]] float offset[PARTS][4];
     if constexpr (is_row(F)) {
+        float2 of_rows[PARTS][4];
+        row_scales<F>(unit, f16, of_rows);
 #pragma unroll
         for (int part = 0; part < PARTS; part++)
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
-                const float2 s = row_scale<F>(unit, part, r, f16);
-                scale[part][r] = weight * s.x, offset[part][r] = weight * s.y;
-            }
+            for (int r = 0; r < 4; r++)
+                scale[part][r] = weight * of_rows[part][r].x, offset[part][r] = weight * of_rows[part][r].y;
     } else {
 #pragma unroll
         for (int r = 0; r < 4; r++) scale[0][r] = weight;

@@ -86,6 +86,8 @@ template <Format F> struct RowOf {
     static constexpr int PARTS = ROW.group == 16 ? 2 : 1; // groups of a block
     // Added to codes, so that they are bytes without a sign; less than 128 but of IQ4.
     static constexpr int BIAS = ROW.codes == OF_IQ4 ? 128 : 64;
+    // What row_pair_biased adds.
+    static constexpr float PAIR_BIAS = ROW.codes == OF_E4M3 || ROW.codes == OF_IQ4 ? 0.0f : 128.0f + BIAS;
 };
 
 template <Format F> __device__ __forceinline__ uint32_t row_scale_bytes(int k, int group) {
@@ -263,6 +265,28 @@ template <Format F> __device__ __forceinline__ float2 row_scale(const RowUnit& u
     return make_float2(scale, offset);
 }
 
+// Those of rows 4q .. 4q + 3 in all groups that were loaded.
+template <Format F, int PARTS>
+__device__ __forceinline__ void row_scales(const RowUnit& unit, bool f16, float2 (&scale)[PARTS][4]) {
+    using R = RowOf<F>;
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        if constexpr (R::HAS_SUPER_BLOCKS && PARTS == R::PARTS) {
+            // They cost as much as the codes: each of the four lanes that need them makes one.
+            const float2 own = row_scale<F>(unit, part, lane % 4, f16);
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                scale[part][r].x = __shfl_sync(ALL_LANES, own.x, lane / 4 * 4 + r);
+                scale[part][r].y = R::ROW.offsets ? __shfl_sync(ALL_LANES, own.y, lane / 4 * 4 + r) : 0.0f;
+            }
+        } else {
+#pragma unroll
+            for (int r = 0; r < 4; r++) scale[part][r] = row_scale<F>(unit, part, r, f16);
+        }
+    }
+}
+
 // The bytes of a table of 16 whose places are the nibbles of `word`: in `four[0]` those of lower nibbles.
 __device__ __forceinline__ void of_table(
     uint32_t word, uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&four)[2]) {
@@ -354,6 +378,11 @@ template <Format F> __device__ __forceinline__ uint32_t row_pair(uint32_t four, 
         const uint32_t bytes = __byte_perm(four, 0x43u, last ? 0x4342 : 0x4140);
         return CODES == OF_IQ4 ? int8_pair(bytes) : fma_bf16x2(bytes, 0x3f803f80u, 0xc340c340u);
     }
+}
+
+// With PAIR_BIAS more, which costs less.
+template <Format F> __device__ __forceinline__ uint32_t row_pair_biased(uint32_t four, bool last) {
+    return RowOf<F>::PAIR_BIAS == 0.0f ? row_pair<F>(four, last) : __byte_perm(four, 0x43u, last ? 0x4342 : 0x4140);
 }
 
 // Calls act(Constant<F>) of the format of a launch.

@@ -234,11 +234,11 @@ fn check_all(format: (Precisions, usize, usize), tokens: &[usize]) {
     check_store(&store(hidden, intermediate, precision.clone()), &precision, tokens);
 }
 
-fn check_store(store: &Arc<ExpertCache>, precision: &Precisions, tokens: &[usize]) {
+fn check_store(store: &Arc<ExpertCache>, precision: &Precisions, tokens_of: &[usize]) {
     let (b, hidden) = (&Sides::new().gpu, store.layout(0).gate.k);
     let mut reference = on_cpu(store);
     let mut executors = PLACES.iter().map(|&place| (place, placed(b, store, place))).collect::<Vec<_>>();
-    for (i, &tokens) in tokens.iter().enumerate() {
+    for (i, &tokens) in tokens_of.iter().enumerate() {
         let layer = i % LAYERS;
         let (x, routing) = (random(tokens * hidden, 60 + tokens as u64), routing(tokens, 70 + tokens as u64));
         let (cpu, exact) = (run_on_cpu(&mut reference, layer, &x, &routing), naive(store, layer, &x, &routing));
@@ -265,7 +265,9 @@ fn check_store(store: &Arc<ExpertCache>, precision: &Precisions, tokens: &[usize
                 Place::Streamed if tokens > 8 => assert_eq!(got, resident, "{what}"),
                 _ => {}
             }
-            assert_eq!(run(b, experts, layer, &x, &routing, 0.0), got, "{what}: again");
+            if i + 1 == tokens_of.len() {
+                assert_eq!(run(b, experts, layer, &x, &routing, 0.0), got, "{what}: again");
+            }
         }
     }
 }
@@ -273,7 +275,7 @@ fn check_store(store: &Arc<ExpertCache>, precision: &Precisions, tokens: &[usize
 #[test]
 fn few_tokens() {
     need_gpu!();
-    formats().into_iter().for_each(|format| check_all(format, &[1, 2, 3, 4, 5, 6, 7, 8]));
+    formats().into_iter().for_each(|format| check_all(format, &[1, 3, 8]));
 }
 
 #[test]
@@ -287,7 +289,7 @@ fn many_tokens() {
 fn every_row() {
     need_gpu!();
     for &(precision, hidden, intermediate) in ROWS {
-        check_all((precision.into(), hidden, intermediate), &[1, 6, 50]);
+        check_all((precision.into(), hidden, intermediate), &[6, 50]);
     }
 }
 
@@ -298,7 +300,7 @@ fn experts_without_a_gate() {
         // Of whole pairs of tiles.
         if intermediate % 32 == 0 {
             let store = store_of(ExpertKind::Ungated, hidden, intermediate, precision.clone());
-            check_store(&store, &precision, &[1, 5, 50, 300]);
+            check_store(&store, &precision, &[5, 50, 300]);
         }
     }
 }
