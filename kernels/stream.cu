@@ -4,6 +4,7 @@
 //   publish_rows  writes the tokens' hidden states as they are, and their routing, into mapped pinned memory, counts
 //                 the slot up, and takes the next place in a ring of records that the CPU reads in order
 //   fetch_rows    waits for the host to bring `up` to the slot's count, then copies what it wrote
+//   take_choices  writes for experts on the device which expert each id means, -1 for none, and the weights
 //
 // A record has RECORD_WORDS words:
 //   0  its number in the ring, from 1 on; written last
@@ -22,6 +23,11 @@
 constexpr int STREAM_THREADS = 1024;
 constexpr int RECORD_WORDS = 8;
 
+// Ids of one or two words, the low word first: what does not fit in one is no expert.
+__device__ __forceinline__ int id_at(const int* ids, int i, int id_words) {
+    return id_words == 2 && ids[(size_t)i * 2 + 1] != 0 ? -1 : ids[(size_t)i * id_words];
+}
+
 KERNEL(publish_rows, STREAM_THREADS, 0, const uint4* x, const int* ids, const float* weights, int x_words, int choices,
     int id_words, uint4* host_x, int* host_ids, float* host_weights, uint32_t* arrived, uint32_t* count, uint32_t* head,
     uint32_t* ring, int ring_records, int slot, int layer, int tokens, int top_k, int type) {
@@ -29,9 +35,7 @@ KERNEL(publish_rows, STREAM_THREADS, 0, const uint4* x, const int* ids, const fl
     const int first = blockIdx.x * STREAM_THREADS + threadIdx.x, step = gridDim.x * STREAM_THREADS;
     for (int i = first; i < x_words; i += step) host_x[i] = x[i];
     for (int i = first; i < choices; i += step) {
-        // 64-bit ids, the low word first: what does not fit is no expert.
-        const int id = ids[(size_t)i * id_words];
-        host_ids[i] = id_words == 2 && ids[(size_t)i * 2 + 1] != 0 ? -1 : id;
+        host_ids[i] = id_at(ids, i, id_words);
         host_weights[i] = weights[i];
     }
     __threadfence_system();
@@ -60,4 +64,15 @@ KERNEL(fetch_rows, STREAM_THREADS, 0, const uint32_t* count, const uint32_t* up,
     __syncthreads();
     for (int i = blockIdx.x * STREAM_THREADS + threadIdx.x; i < words; i += gridDim.x * STREAM_THREADS)
         out[i] = load_uncached(host_y + i);
+}
+
+// experts [num_ids]: the expert that an id stands for.
+KERNEL(take_choices, STREAM_THREADS, 0, const int* ids, const float* weights, const int* experts, int* own_ids,
+    float* own_weights, int choices, int id_words, int num_ids) {
+    begin_kernel();
+    for (int i = blockIdx.x * STREAM_THREADS + threadIdx.x; i < choices; i += gridDim.x * STREAM_THREADS) {
+        const int id = id_at(ids, i, id_words);
+        own_ids[i] = id >= 0 && id < num_ids ? experts[id] : -1;
+        own_weights[i] = weights[i];
+    }
 }

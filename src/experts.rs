@@ -9,10 +9,10 @@
 //! residency     which expert is in VRAM, which in RAM
 //! popularity    how often each is chosen
 //! pool          VRAM as a cache: which experts come into it
+//! service       experts alone, for other engines
 //! mailbox       how a device hands tokens to the CPU's experts
 //! gpu           each expert where it is cheapest: VRAM, the link, the CPU
-//! service       experts alone, for other engines
-//! stream_port   the same in the order of another engine's CUDA stream
+//! stream_port   the service in the order of another engine's CUDA stream
 //! ```
 //!
 //! Imports machine, kernel, cuda, model and backend. Read `cpu` first.

@@ -11,10 +11,10 @@ from importlib.metadata import entry_points
 
 parser = argparse.ArgumentParser()
 parser.add_argument("model")
-parser.add_argument("--gpu-experts", type=int, default=0, help="of each layer, computed by SGLang on the GPU")
+parser.add_argument("--gpu-experts", type=int, default=1, help="of each layer, computed by SGLang on the GPU")
 arguments, more = parser.parse_known_args()
 
-command = [sys.executable, "-m", "sglang.launch_server", "--model-path", arguments.model]
+command = ["sglang", "serve", "--model-path", arguments.model]
 command += [
     "--kt-weight-path",
     arguments.model,

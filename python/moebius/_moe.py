@@ -158,8 +158,7 @@ class MoE:
 
     def submit_forward(self, x: Any, topk_ids: Any, topk_weights: Any, stream: int = 0) -> None:
         """Starts a batch. On CUDA, enqueues it on ``stream``, the integer handle of a CUDA stream. Arrays on the CPU
-        are
-        computed at once."""
+        are computed at once."""
         if _on_cpu(x):
             self._computed.append(self.forward(x, topk_ids, topk_weights))
         else:
@@ -182,6 +181,18 @@ class MoE:
             out = _empty_like(x)
         self._layer.sync(out, stream)
         return out
+
+    def compute_prompts(
+        self, device: int, *, from_tokens: int, tokens: int, top_k: int, ring_bytes: int = 1 << 30
+    ) -> None:
+        """Lets CUDA device ``device`` compute batches of at least ``from_tokens`` tokens in bfloat16, for all layers of
+        the model that are loaded. Experts cross PCIe from pinned memory, those of a layer while others are multiplied.
+        Graphs do not record this: while one is recorded, the CPU computes.
+
+        Memory of the device is taken now: for ``tokens`` tokens of ``top_k`` experts at once, and ``ring_bytes`` that
+        experts pass through. Calls after the first do nothing.
+        """
+        self._layer.compute_prompts(device, from_tokens, tokens, top_k, ring_bytes)
 
     def expert_weights(
         self, expert: int

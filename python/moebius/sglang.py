@@ -2,10 +2,11 @@
 
 Install it next to SGLang (``pip install ./python sglang`` in a clone), and run::
 
-    python -m sglang.launch_server --model-path MODEL --kt-weight-path MODEL --kt-num-gpu-experts 16
+    sglang serve --model-path MODEL --kt-weight-path MODEL --kt-num-gpu-experts 16
 
-SGLang finds :func:`plugin` by itself and logs it in one line. If ``SGLANG_PLUGINS`` restricts the plugins, it must name
-``moebius``. KTransformers' fork of SGLang has no plugins: set ``SGLANG_EXTERNAL_MODEL_PACKAGE=moebius.sglang_fork``.
+SGLang finds :func:`plugin` by itself; its scheduler logs one line when the first layer is made. If ``SGLANG_PLUGINS``
+restricts the plugins, it must name ``moebius``. KTransformers' fork of SGLang has no plugins: set
+``SGLANG_EXTERNAL_MODEL_PACKAGE=moebius.sglang_fork``.
 
 The flags and their meaning here:
 
@@ -14,12 +15,15 @@ The flags and their meaning here:
     file, a Hugging Face id or a Moebius cache file. The first start converts it into ``~/.cache/moebius``. Usually the
     same as ``--model-path``.
 ``--kt-num-gpu-experts N``
-    SGLang computes the first N experts of each layer on the GPU.
+    SGLang computes the first N experts of each layer on the GPU. 0 and none mean 1, because SGLang's kernels need one.
 ``--kt-method METHOD``
     ``AMXINT4`` (SGLang's default), ``RAWINT4``, ``GPTQ_INT4``, ``FP8``, ``FP8_PERCHANNEL``, ``LLAMAFILE``, ``MXFP4``
-    and
-    ``AUTO`` all keep the precision of a quantized checkpoint, and mean INT4 for others. ``AMXINT8`` and ``MOE_INT8``
-    mean INT8, ``MOE_INT4`` INT4 and ``BF16`` BF16.
+    and ``AUTO`` all keep the precision of a quantized checkpoint, and mean INT4 for others. ``AMXINT8`` and
+    ``MOE_INT8`` mean INT8, ``MOE_INT4`` INT4 and ``BF16`` BF16.
+``--kt-gpu-prefill-token-threshold N``
+    Batches of N tokens or more are computed on the GPU: the CPU's experts cross PCIe, layer by layer. Default: 512.
+    0: never. This takes 1 GiB of the GPU's memory for experts, and more for the tokens of a chunk. It needs a model in
+    bfloat16.
 ``--kt-cpuinfer N``
     Threads. Maximum and default: the number of physical cores. No core needs to stay free.
 ``--kt-threadpool-count N``, ``--kt-numa-nodes``
@@ -27,7 +31,16 @@ The flags and their meaning here:
 ``--kt-max-deferred-experts-per-token N``
     Ignored with one warning: 0 is used, because deferring experts changes the model.
 ``--chunked-prefill-size``
-    Batches may have any size.
+    Batches may have any size. One that is larger than 8192, or than this, crosses PCIe once for each part.
+``--cuda-graph-max-bs-prefill N``, ``--cuda-graph-bs-prefill``, ``--cuda-graph-backend-prefill``
+    Without any of these, no CUDA graphs of prefill are captured: the experts take most of the time, and SGLang
+    captures up to 58 sizes at its start, each through all of the CPU's experts. Batches in such graphs are computed on
+    the CPU.
+``--numa-node``
+    Binds the process and Moebius's workers. Without it, SGLang's own binding to the GPU's NUMA node is left out, so
+    that all nodes compute.
+
+Draft models compute their own experts on the GPU. Rows that pad a CUDA graph are no tokens to the CPU.
 
 SGLang 0.5.23 multiplies the GPU's experts twice by ``routed_scaling_factor`` in some models, and does not multiply the
 CPU's in others. With :func:`plugin` all are multiplied once. See :func:`method_class`.
@@ -36,7 +49,9 @@ CPU's in others. With :func:`plugin` all are multiplied once. See :func:`method_
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -54,13 +69,16 @@ METHODS = {
     "BF16": "bf16",
 }
 
-_warned: set[str] = set()
+#: Carries ``--kt-gpu-prefill-token-threshold`` to SGLang's processes.
+THRESHOLD = "MOEBIUS_KT_GPU_PREFILL_TOKEN_THRESHOLD"
+
+_said: set[str] = set()
 
 
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        log.warning(text)
+def _say_once(level: int, text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.log(level, text)
 
 
 class KTMoEWrapper(MoE):
@@ -94,9 +112,12 @@ class KTMoEWrapper(MoE):
         if method not in METHODS:
             raise ValueError(f"--kt-method {method} is unknown: use one of {', '.join(METHODS)}")
         if max_deferred_experts_per_token:
-            _warn_once("--kt-max-deferred-experts-per-token: 0 is used, because deferring experts changes the model")
+            text = "--kt-max-deferred-experts-per-token: 0 is used, because deferring experts changes the model"
+            _say_once(logging.WARNING, text)
         if unknown:
-            _warn_once(f"KTMoEWrapper ignores unknown arguments: {', '.join(sorted(unknown))}")
+            _say_once(logging.WARNING, f"KTMoEWrapper ignores unknown arguments: {', '.join(sorted(unknown))}")
+        # Now, not when the plugin is loaded: SGLang configures its log in between.
+        _say_once(logging.INFO, f"moebius {version('moebius')} computes the experts of {weight_path}")
         super().__init__(weight_path, layer_idx, precision=METHODS[method], threads=cpuinfer_threads, load=False)
         for what, given, own in [
             ("hidden_size", hidden_size, self.hidden_size),
@@ -107,6 +128,7 @@ class KTMoEWrapper(MoE):
                     f"--kt-weight-path {weight_path} has {what} {own}, but the model has {given}: use the same model"
                 )
         self._ids = num_experts
+        self._prompts = dict(tokens=max(chunked_prefill_size or 0, 0) or 8192, top_k=num_experts_per_tok)
         if gpu_experts_mask is not None:
             self.gpu_experts_mask = gpu_experts_mask
         else:
@@ -121,6 +143,13 @@ class KTMoEWrapper(MoE):
                 "--disable-shared-experts-fusion, because --kt-weight-path has no shared experts"
             )
         super().load_weights(physical_to_logical_map)
+        from_tokens = int(os.environ.get(THRESHOLD) or 512)
+        import torch
+
+        if from_tokens > 0 and torch.cuda.is_available():
+            # Before SGLang measures what memory is left for its KV cache.
+            self.compute_prompts(torch.cuda.current_device(), from_tokens=from_tokens, **self._prompts)
+            _say_once(logging.INFO, f"prompts of {from_tokens} tokens or more are computed on the GPU")
 
 
 class _OfNoMethod:
@@ -153,6 +182,67 @@ def method_class(kt_ep_wrapper: Any) -> type:
     return KTEPWrapperMethod
 
 
+def gpu_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``create_kt_config_from_server_args``: draft models stay on the GPU; SGLang has one expert at least."""
+    from sglang.srt.runtime_context import get_flags  # type: ignore[import-not-found,unused-ignore]
+
+    config = original(*args, **kwargs)
+    if config is None or get_flags().moe.in_speculative_scope:
+        return None
+    config.num_gpu_experts = config.num_gpu_experts or 1
+    return config
+
+
+def no_numa_node(original: Callable[..., Any], server_args: Any, gpu_id: int) -> Any:
+    """Around ``get_numa_node_if_available``: a process whose experts use all NUMA nodes is bound to none."""
+    node = original(server_args, gpu_id)
+    if node is None or server_args.kt_weight_path is None or server_args.numa_node is not None:
+        return node
+    log.info("the scheduler is not bound to NUMA node %s, so that the experts use all: --numa-node binds it", node)
+    return None
+
+
+def no_prefill_graphs(server_args: Any) -> None:
+    """Before ``apply_cuda_graph_compatibility``: prefill is not captured, unless a flag asks for it."""
+    from sglang.srt.arg_groups import overrides  # type: ignore[import-not-found,unused-ignore]
+    from sglang.srt.model_executor.cuda_graph_config import (  # type: ignore[import-not-found,unused-ignore]
+        Backend,
+        Phase,
+        with_phase,
+    )
+
+    asked = any(phase == Phase.PREFILL for phase, _ in server_args._cuda_graph_config_locked)
+    if server_args.kt_weight_path is not None and not asked:
+        config = overrides.resolving_view(server_args).cuda_graph_config
+        config = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
+        overrides.declare_resolution(server_args, "moebius", cuda_graph_config=config)
+
+
+def masks_padding(original: Callable[[], bool]) -> bool:
+    """Around ``enable_num_token_non_padded``: the router gives no experts to rows that pad a graph."""
+    import torch
+    from sglang.srt.runtime_context import get_exec
+
+    # The CPU's router of SGLang does not mask, and has no graphs.
+    return original() or (get_exec().moe.kt_weight_path is not None and torch.cuda.is_available())
+
+
+def add_threshold(_: None, parser: Any) -> None:
+    """After ``ServerArgs.add_cli_args``: the flag of KTransformers' fork."""
+    parser.add_argument(
+        "--kt-gpu-prefill-token-threshold",
+        type=int,
+        help="[moebius] Batches of so many tokens are computed on the GPU. 0: never. Default: 512.",
+    )
+
+
+def take_threshold(_: type, args: Any) -> None:
+    """Before ``ServerArgs.from_cli_args``."""
+    threshold = getattr(args, "kt_gpu_prefill_token_threshold", None)
+    if threshold is not None:
+        os.environ[THRESHOLD] = str(threshold)
+
+
 def plugin() -> None:
     """Installs Moebius. SGLang calls this in each of its processes."""
     from sglang.srt.layers.moe import kt_ep_wrapper  # type: ignore[import-not-found,unused-ignore]
@@ -160,6 +250,13 @@ def plugin() -> None:
 
     kt_ep_wrapper.KTMoEWrapper = KTMoEWrapper
     kt_ep_wrapper.KTRANSFORMERS_AVAILABLE = True
-    target = "sglang.srt.layers.moe.kt_ep_wrapper.KTEPWrapperMethod"
-    HookRegistry.register(target, method_class(kt_ep_wrapper), HookType.REPLACE)
-    log.info("moebius %s computes the experts of --kt-weight-path", version("moebius"))
+    for target, hook, kind in [
+        ("layers.moe.kt_ep_wrapper.KTEPWrapperMethod", method_class(kt_ep_wrapper), HookType.REPLACE),
+        ("layers.moe.kt_ep_wrapper.create_kt_config_from_server_args", gpu_experts, HookType.AROUND),
+        ("utils.numa_utils.get_numa_node_if_available", no_numa_node, HookType.AROUND),
+        ("arg_groups.cuda_graph_hook.apply_cuda_graph_compatibility", no_prefill_graphs, HookType.BEFORE),
+        ("model_executor.forward_batch_info.enable_num_token_non_padded", masks_padding, HookType.AROUND),
+        ("server_args.ServerArgs.add_cli_args", add_threshold, HookType.AFTER),
+        ("server_args.ServerArgs.from_cli_args", take_threshold, HookType.BEFORE),
+    ]:
+        HookRegistry.register(f"sglang.srt.{target}", hook, kind)

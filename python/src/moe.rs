@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use moebius::config::{Device, EngineConfig, ExpertBits};
-use moebius::experts::service::Tokens;
-use moebius::experts::stream_port::{DeviceTokens, StreamPort, Ticket};
+use moebius::experts::gpu::prompts::PromptSizes;
+use moebius::experts::service::{DeviceTokens, Tokens};
+use moebius::experts::stream_port::{StreamPort, Ticket};
 use moebius::experts::{ExpertService, RowType, ServedLayer};
 use moebius::hub;
 use moebius::load::experts::{ExpertArrays, is_cache_file, open_experts, pack_experts};
@@ -248,6 +249,20 @@ impl ExpertLayer {
             self.layer.set_logical(view.ids()?).map_err(exception)?;
         }
         py.detach(|| self.layer.load()).map_err(exception)
+    }
+
+    /// Lets a CUDA device compute batches of at least `from_tokens` tokens, `tokens` of them at once.
+    fn compute_prompts(
+        &self,
+        py: Python<'_>,
+        device: i32,
+        from_tokens: usize,
+        tokens: usize,
+        top_k: usize,
+        ring_bytes: usize,
+    ) -> PyResult<()> {
+        let (service, sizes) = (self.layer.service(), PromptSizes { from_tokens, tokens, top_k, ring_bytes });
+        py.detach(|| port(device, service)?.compute_prompts(service, sizes)).map_err(exception)
     }
 
     /// Skips ids whose flag is set. Every call reads the flags.

@@ -130,6 +130,64 @@ else:
                 check(moe, out.read(stream), *extra, mask)
         mask[:] = False
 
+    def bf16(x):
+        """The bits of the nearest bf16 numbers."""
+        bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+    def f32(bits):
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+
+    @pytest.mark.parametrize("precision", ["bf16", "int8"])
+    def test_prompts_on_the_device(driver, precision):
+        # A ring of one expert in each half, so that a layer crosses in parts; buffers of 24 tokens, so that 60 do.
+        layers = [moebius.MoE("demo", i, precision=precision) for i in range(moebius.MoE("demo")._layer.place[1])]
+        experts, hidden, rng = layers[0].num_experts, layers[0].hidden_size, np.random.default_rng(11)
+        weights = [[layer.expert_weights(e) for e in range(experts)] for layer in layers]
+        for layer in layers:
+            layer.compute_prompts(0, from_tokens=16, tokens=24, top_k=TOP_K, ring_bytes=1)
+        streams = [driver.stream(), driver.stream()]
+        for round, tokens in enumerate([16, 24, 60, 5, 60]):
+            calls = []
+            for i, layer in enumerate(layers):
+                layer.gpu_experts_mask[:] = rng.random(experts) < 0.3 * (round % 2)
+                stream = streams[i % 2]
+                x, ids, topk = random_batch(rng, tokens, TOP_K, experts, hidden)
+                ids[0, 0] = -1
+                ids = ids.astype([np.int32, np.int64][round % 2])
+                arrays = [driver.array(bf16(x), "bfloat16"), driver.array(ids), driver.array(topk)]
+                layer.submit_forward(*arrays, stream)
+                # All that was given is overwritten at once.
+                for array in arrays:
+                    array.write(np.zeros(array.shape, array.dtype), stream)
+                calls.append((i, stream, arrays[0], f32(bf16(x)), ids, topk, layer.gpu_experts_mask.copy()))
+                if i % 2 or i == len(layers) - 1:
+                    # Two layers are in flight.
+                    for i, stream, given, x, ids, topk, mask in calls:
+                        out = driver.array(np.zeros((tokens, hidden), np.uint16), "bfloat16")
+                        layers[i].sync_forward(given, stream, out=out)
+                        got, expected = f32(out.read(stream)), reference(weights[i], x, ids, topk, mask)
+                        assert error(got, expected) < 0.02, (i, tokens)
+                        on_cpu = layers[i].forward(x, ids, topk)
+                        same = np.array_equal(bf16(on_cpu), bf16(got))
+                        assert same == (tokens < 16), "the device rounds between products"
+                    calls.clear()
+
+    def test_a_recorded_prompt_is_computed_by_the_cpu(driver):
+        layer = moebius.MoE("demo", 0, precision="bf16")
+        layer.compute_prompts(0, from_tokens=16, tokens=24, top_k=TOP_K)
+        stream = driver.stream()
+        x, ids, topk = random_batch(np.random.default_rng(12), 20, TOP_K, layer.num_experts, layer.hidden_size)
+        arrays = [driver.array(bf16(x), "bfloat16"), driver.array(ids), driver.array(topk)]
+        out = driver.array(np.zeros(x.shape, np.uint16), "bfloat16")
+
+        def run():
+            layer.submit_forward(*arrays, stream)
+            layer.sync_forward(arrays[0], stream, out=out)
+
+        driver.launch(driver.capture(stream, run), stream)
+        assert np.array_equal(out.read(stream), bf16(layer.forward(f32(bf16(x)), ids, topk)))
+
     def test_mistakes_are_told(driver, moe):
         batch = random_batch(np.random.default_rng(7), 2, TOP_K, EXPERTS, HIDDEN)
         arrays, out = on_device(driver, batch), driver.array(np.zeros_like(batch[0]))

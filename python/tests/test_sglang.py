@@ -2,9 +2,12 @@
 """`moebius.sglang` in the place of kt_kernel: as it is made and called, and within SGLang's own, unmodified modules
 where SGLang can be imported."""
 
+import json
 import logging
 import os
 import types
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ TOP_K = 2
 
 @pytest.fixture(autouse=True)
 def nothing_said():
-    moebius.sglang._warned.clear()
+    moebius.sglang._said.clear()
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +109,35 @@ def test_methods_are_precisions(shape):
     assert set(METHODS.values()) == {"auto", "bf16", "int8", "int4"}
 
 
-def test_a_layer_is_announced(shape, caplog):
+def test_the_first_layer_announces_moebius_and_each_itself(shape, caplog):
     with caplog.at_level(logging.INFO, "moebius"):
-        upstream(shape).load_weights(np.arange(shape["num_experts"]))
-    assert any(r.message.startswith("layer 1 of ") for r in caplog.records)
+        for _ in range(2):
+            upstream(shape).load_weights(np.arange(shape["num_experts"]))
+    assert [r.message for r in caplog.records if "computes" in r.message] == [
+        f"moebius {version('moebius')} computes the experts of demo"
+    ]
+    assert sum(r.message.startswith("layer 1 of ") for r in caplog.records) == 2
+
+
+def test_a_bf16_checkpoint_is_converted_to_int4_once_and_the_progress_is_told(shape, caplog, tmp_path, monkeypatch):
+    """SGLang gives no folder for caches: they are where our own server has them."""
+    checkpoint = Path(__file__).resolve().parents[2] / "tests/fixtures/qwen3_moe"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = json.loads((checkpoint / "config.json").read_text())
+    given = dict(
+        num_experts=sizes["num_experts"],
+        hidden_size=sizes["hidden_size"],
+        moe_intermediate_size=sizes["moe_intermediate_size"],
+        weight_path=str(checkpoint),
+    )
+    with caplog.at_level(logging.INFO, "moebius"):
+        assert upstream(given).precision.startswith("int4")
+        told = [r.message for r in caplog.records if "%" in r.message]
+        assert told and "100%" in told[-1]
+        caplog.clear()
+        assert upstream(given).precision.startswith("int4")
+        assert not any("%" in r.message for r in caplog.records)
+    assert upstream(given, method="BF16").precision == "bf16", "a precision that is asked for is kept"
 
 
 # --- within SGLang --------------------------------------------------------------------------------------------------
@@ -126,22 +154,122 @@ def sglang():
     except Exception as error:  # whatever it lacks
         pytest.skip(f"SGLang cannot be imported ({error}): the seam with it is not tested")
     before = kt_ep_wrapper.KTEPWrapperMethod
-    logger, lines = logging.getLogger("moebius"), []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     load_plugins()
-    logger.removeHandler(handler)
-    return types.SimpleNamespace(torch=torch, kt=kt_ep_wrapper, before=before, lines=lines, hooks=hook_registry)
+    return types.SimpleNamespace(torch=torch, kt=kt_ep_wrapper, before=before, hooks=hook_registry.HookRegistry)
 
 
-def test_the_plugin_is_found_and_announced_in_one_line(sglang):
+@pytest.fixture
+def arguments(sglang, monkeypatch):
+    """SGLang's arguments from a command line, and their resolution."""
+    server_args = pytest.importorskip("sglang.srt.server_args", reason="SGLang's arguments cannot be imported")
+    monkeypatch.setenv(moebius.sglang.THRESHOLD, "")
+
+    def parse(*flags):
+        return server_args.prepare_server_args(["--model-path", "demo", *flags])
+
+    return parse
+
+
+def test_the_plugin_is_found_and_all_its_hooks_fit(sglang):
     assert sglang.kt.KTMoEWrapper is KTMoEWrapper and sglang.kt.KTRANSFORMERS_AVAILABLE
     assert sglang.kt.KTEPWrapperMethod is not sglang.before and issubclass(sglang.kt.KTEPWrapperMethod, sglang.before)
     assert sglang.kt.KTEPWrapperMethod.__name__ == "KTEPWrapperMethod"
-    (line,) = [line for line in sglang.lines if "--kt-weight-path" in line]
-    assert line.startswith("moebius ")
+    ours = {
+        target
+        for target, hooks in sglang.hooks._hooks.items()
+        if any(source and source.plugin_name == "moebius" for *_, source in hooks)
+    }
+    # SGLang only logs where there is nothing to hook.
+    assert len(ours) == 7 and ours <= sglang.hooks._patched
+
+
+def test_the_forks_flag_of_prompts(arguments):
+    arguments("--kt-weight-path", "demo", "--kt-gpu-prefill-token-threshold", "2048")
+    assert os.environ[moebius.sglang.THRESHOLD] == "2048"
+
+
+def test_the_scheduler_is_not_bound_to_a_numa_node(sglang, arguments, monkeypatch, capfd):
+    from sglang.srt.managers import scheduler
+    from sglang.srt.utils import numa_utils
+
+    assert scheduler.get_numa_node_if_available is numa_utils.get_numa_node_if_available
+    monkeypatch.setattr(numa_utils, "_is_numa_available", lambda: True)
+    monkeypatch.setattr(numa_utils, "_query_numa_node_for_gpu", lambda gpu: [1])
+    node = numa_utils.get_numa_node_if_available
+    assert node(arguments(), 0) == 1, "without experts of ours, SGLang does as it would"
+    assert node(arguments("--kt-weight-path", "demo"), 0) is None
+    assert "NUMA node 1" in capfd.readouterr().err, "SGLang's log says so"
+    assert node(arguments("--kt-weight-path", "demo", "--numa-node", "1"), 0) == 1
+
+
+def test_prefill_is_captured_only_where_a_flag_asks_for_it(arguments):
+    from sglang.srt.arg_groups import cuda_graph_hook, overrides
+
+    def backend(*flags):
+        args = arguments(*flags)
+        cuda_graph_hook.parse_cuda_graph_config(args)
+        asked = overrides.resolving_view(args).cuda_graph_config.prefill.backend
+        moebius.sglang.no_prefill_graphs(args)
+        return asked, overrides.resolving_view(args).cuda_graph_config.prefill.backend
+
+    ours = ("--kt-weight-path", "demo")
+    # Where there is no GPU, SGLang's default is none.
+    on = "--cuda-graph-backend-prefill", "breakable"
+    assert backend(*ours)[1] == "disabled"
+    assert backend(*ours, *on) == ("breakable", "breakable")
+    asked, kept = backend(*ours, "--cuda-graph-max-bs-prefill", "64")
+    assert asked == kept
+    asked, kept = backend()
+    assert asked == kept
+
+
+def test_draft_models_keep_their_experts_and_the_gpu_has_one_at_least(sglang, monkeypatch):
+    from sglang.srt import runtime_context
+
+    kt, moe = sglang.kt, types.SimpleNamespace(in_speculative_scope=False)
+    exec_ = types.SimpleNamespace(
+        kt_weight_path="demo",
+        kt_num_gpu_experts=None,
+        kt_cpuinfer=None,
+        kt_threadpool_count=2,
+        kt_method="AMXINT4",
+        kt_max_deferred_experts_per_token=None,
+    )
+    monkeypatch.setattr(runtime_context, "get_flags", lambda: types.SimpleNamespace(moe=moe))
+    monkeypatch.setattr(kt, "get_exec", lambda: types.SimpleNamespace(moe=exec_))
+    monkeypatch.setattr(kt, "get_schedule", lambda: types.SimpleNamespace(chunked_prefill_size=512))
+    monkeypatch.setattr(kt, "model_config_of", lambda _: types.SimpleNamespace(hf_config=types.SimpleNamespace()))
+    for given, used in [(None, 1), (0, 1), (16, 16)]:
+        exec_.kt_num_gpu_experts = given
+        assert kt.create_kt_config_from_server_args(None, 3).num_gpu_experts == used
+    moe.in_speculative_scope = True
+    assert kt.create_kt_config_from_server_args(None, 3) is None
+    from sglang.srt.layers.moe.fused_moe_triton import layer
+
+    assert layer.create_kt_config_from_server_args is kt.create_kt_config_from_server_args
+
+
+def test_rows_that_pad_a_graph_have_no_experts(sglang, monkeypatch):
+    torch = sglang.torch
+    from sglang.srt import runtime_context
+    from sglang.srt.layers.moe import topk
+    from sglang.srt.model_executor import forward_batch_info
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+
+    path = types.SimpleNamespace(kt_weight_path=None)
+    parallel = types.SimpleNamespace(moe_ep_size=1, attn_dp_size=1)
+    monkeypatch.setattr(forward_batch_info, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(forward_batch_info, "world_dp_gather_enabled", lambda: False)
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: types.SimpleNamespace(moe=path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    counted = decode_cuda_graph_runner.enable_num_token_non_padded
+    assert not counted()
+    path.kt_weight_path = "demo"
+    assert counted(), "the runner of decode graphs counts the tokens that are none"
+    # What SGLang's router does with that count.
+    ids = torch.arange(8, dtype=torch.int32).reshape(4, 2)
+    topk._mask_topk_ids_padded_region(ids, torch.tensor(3))
+    assert ids.tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1]]
 
 
 class GpuMethod:

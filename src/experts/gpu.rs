@@ -20,6 +20,7 @@
 //! admissions   experts on their way into VRAM beside a step
 //! handoff      the CPU's part, through a mailbox
 //! learning     counts of chosen experts
+//! prompts      experts alone, of another engine's prompts
 //! ```
 //!
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
@@ -29,6 +30,7 @@ mod epilogue;
 mod handoff;
 mod learning;
 mod products;
+pub mod prompts;
 mod residents;
 mod ring;
 
@@ -298,7 +300,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             self.products.few_gate_up(table, &input);
             Some(GpuPart::Few { table })
         } else {
-            self.products.grouped(table, &input, Address::NULL);
+            self.products.grouped(table, x.bf16(), Choices::from(&input), Address::NULL);
             Some(GpuPart::Many { table })
         };
         if streamed == 0 && tokens <= FEW_TOKENS {
@@ -316,7 +318,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         match gpu {
             None => {}
             Some(GpuPart::Few { table }) => self.products.few_down(table, choices, out),
-            Some(GpuPart::Many { table }) => self.products.combine(table, choices, out),
+            Some(GpuPart::Many { table }) => self.products.combine(table, choices, out.f32()),
         }
         if cpu {
             let Choices { layer, tokens, top_k, .. } = choices;

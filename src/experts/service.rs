@@ -4,6 +4,7 @@
 //! All layers share one team and one set of buffers, so calls go one after the other. Batches of any size are cut into
 //! parts.
 
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use half::slice::HalfFloatSliceExt;
@@ -90,6 +91,25 @@ pub struct Tokens<'a> {
     pub top_k: usize,
 }
 
+/// The same on a device.
+#[cfg(feature = "cuda")]
+pub struct DeviceTokens {
+    /// `[tokens, hidden]`, aligned to 16 bytes.
+    pub x: u64,
+    /// Of what numbers it is.
+    pub rows: RowType,
+    /// `[tokens, top_k]`, of 32 or 64 bits.
+    pub ids: u64,
+    /// Bytes of an id.
+    pub id_bytes: usize,
+    /// `[tokens, top_k]`, f32
+    pub weights: u64,
+    /// Rows.
+    pub tokens: usize,
+    /// Experts per token.
+    pub top_k: usize,
+}
+
 /// The routed experts of a model, computed for any caller.
 pub struct ExpertService {
     memory: Arc<ExpertMemory>,
@@ -120,13 +140,19 @@ impl ExpertService {
     }
 
     /// Where the experts are, and their shapes.
-    pub fn memory(&self) -> &ExpertMemory {
+    pub fn memory(&self) -> &Arc<ExpertMemory> {
         &self.memory
     }
 
     /// Who computes them.
     pub fn team(&self) -> &Arc<Team> {
         &self.team
+    }
+
+    /// What ends their products.
+    #[cfg(feature = "cuda")]
+    pub(super) fn with_epilogue<T>(&self, of: impl FnOnce(&Epilogue) -> T) -> T {
+        of(self.compute().cpu.epilogue())
     }
 
     fn compute(&self) -> std::sync::MutexGuard<'_, Compute> {
@@ -141,6 +167,7 @@ pub type Skip = dyn Fn(usize) -> bool + Send + Sync;
 pub struct ServedLayer {
     service: Arc<ExpertService>,
     index: usize, // among the layers with experts
+    loaded: AtomicBool,
     view: RwLock<IdView>,
 }
 
@@ -155,7 +182,7 @@ impl ServedLayer {
     pub fn new(service: Arc<ExpertService>, index: usize) -> Self {
         assert!(index < service.memory.cache().num_layers());
         let logical = (0..service.memory.cache().num_experts() as i32).collect();
-        Self { service, index, view: RwLock::new(IdView { skip: None, logical }) }
+        Self { service, index, loaded: AtomicBool::new(false), view: RwLock::new(IdView { skip: None, logical }) }
     }
 
     /// The service it is of.
@@ -184,7 +211,29 @@ impl ServedLayer {
     /// Reads all of the layer and compares its checksums. Errors: `Error::Cache` for a damaged expert.
     pub fn load(&self) -> Result<()> {
         let mut compute = self.service.compute();
-        self.service.team.with_caller(|| compute.cpu.check_layer(self.index))
+        self.service.team.with_caller(|| compute.cpu.check_layer(self.index))?;
+        self.loaded.store(true, Relaxed);
+        Ok(())
+    }
+
+    /// Its number among the layers with experts.
+    #[cfg(feature = "cuda")]
+    pub(super) fn index(&self) -> usize {
+        self.index
+    }
+
+    /// Whether [`load`](ServedLayer::load) has compared its checksums.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_loaded(&self) -> bool {
+        self.loaded.load(Relaxed)
+    }
+
+    /// The expert of each id of the engine's; -1: skipped.
+    #[cfg(feature = "cuda")]
+    pub(super) fn experts_of_ids(&self) -> Vec<i32> {
+        let view = self.view.read().unwrap_or_else(PoisonError::into_inner);
+        let skipped = |id: usize| view.skip.as_ref().is_some_and(|skip| skip(id));
+        view.logical.iter().enumerate().map(|(id, &expert)| if skipped(id) { -1 } else { expert }).collect()
     }
 
     /// `out[t] = sum_e weight[t, e] * expert_e(x_t)` in the type of `x`, over the ids that are an expert and not

@@ -12,6 +12,8 @@
 //! so the owner may sleep when it has served as many records as there were wakes. What waits for the host is the flag
 //! alone; the host function, 20 microseconds, runs beside it. What is handed over lies in a slot that is used again
 //! when its sync was enqueued, in the same stream: buffers never move, and only what is in flight takes memory.
+//!
+//! Prompts that are not recorded may go another way: through the device itself (`gpu/prompts.rs`).
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -21,8 +23,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use super::gpu::prompts::{PromptSizes, Prompts};
 use super::mailbox::{Mailbox, Room, blocks};
-use super::service::{RowType, ServedLayer, Tokens};
+use super::service::{DeviceTokens, ExpertService, RowType, ServedLayer, Tokens};
 use crate::cuda::kernels::stream::RECORD_WORDS;
 use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, kernels, launch};
 use crate::machine::workers::{Gate, Team};
@@ -42,6 +45,7 @@ pub struct StreamPort {
     cuda: Arc<Cuda>,
     mailroom: &'static Mailroom,
     streams: Mutex<HashMap<(usize, bool), StreamSlots>>, // by stream, and whether it is being recorded
+    prompts: Mutex<Vec<Prompts>>,                        // of each model whose prompts this device computes
 }
 
 /// What the owner and the streams share. Graphs may run as long as the process does, so it lives as long.
@@ -71,30 +75,21 @@ struct StreamSlots {
     slots: Vec<(usize, bool)>, // index, and whether a batch is in it
 }
 
-/// A batch on the device.
-pub struct DeviceTokens {
-    /// `[tokens, hidden]`, aligned to 16 bytes.
-    pub x: u64,
-    /// Of what numbers it is.
-    pub rows: RowType,
-    /// `[tokens, top_k]`, of 32 or 64 bits.
-    pub ids: u64,
-    /// Bytes of an id.
-    pub id_bytes: usize,
-    /// `[tokens, top_k]`, f32
-    pub weights: u64,
-    /// Rows.
-    pub tokens: usize,
-    /// Experts per token.
-    pub top_k: usize,
-}
-
 /// A batch that was submitted.
 #[derive(Debug)]
 pub struct Ticket {
-    slot: usize,
     stream: (usize, bool),
     bytes: usize,
+    answer: Answer,
+}
+
+/// Where the sum comes from.
+#[derive(Debug)]
+enum Answer {
+    /// The CPU, through a slot.
+    Slot(usize),
+    /// The device: which model's prompts, and which of their sums.
+    Prompts(usize, usize),
 }
 
 impl Ticket {
@@ -137,7 +132,19 @@ impl StreamPort {
                 mailroom.own();
             })
             .map_err(|e| Error::Resources(format!("cannot start the experts' thread: {e}; raise `ulimit -u`")))?;
-        Ok(Self { cuda, mailroom, streams: Mutex::default() })
+        Ok(Self { cuda, mailroom, streams: Mutex::default(), prompts: Mutex::default() })
+    }
+
+    /// Lets the device compute a model's prompts of `sizes.from_tokens` tokens or more, if they are bf16 and not
+    /// recorded, of layers that are [loaded](ServedLayer::load). Does nothing where it does already.
+    ///
+    /// Errors: `Error::Resources` where VRAM ends; `Error::Invalid` for more experts than its kernels take.
+    pub fn compute_prompts(&self, service: &Arc<ExpertService>, sizes: PromptSizes) -> Result<()> {
+        let mut all = lock(&self.prompts);
+        if !all.iter().any(|prompts| prompts.is_of(service)) {
+            all.push(self.cuda.as_guest(|| Prompts::new(&self.cuda, service, sizes))?);
+        }
+        Ok(())
     }
 
     /// Makes a layer known. It is kept as long as the process lives: recorded graphs may ask for it.
@@ -165,8 +172,16 @@ impl StreamPort {
             let handle = stream;
             let stream = CudaStream::of_another(handle);
             let capturing = stream.is_capturing()?;
-            let hidden = self.mailroom.layer(layer).service().memory().cache().header().hidden;
+            let served = self.mailroom.layer(layer);
+            let hidden = served.service().memory().cache().header().hidden;
             let (bytes, choices) = (batch.tokens * hidden * batch.rows.bytes(), batch.tokens * batch.top_k);
+            if !capturing {
+                let mut all = lock(&self.prompts);
+                if let Some(at) = all.iter().position(|p| p.is_of(served.service()) && p.takes(&served, batch)) {
+                    let sum = all[at].submit(&served, batch, &stream)?;
+                    return Ok(Ticket { stream: (handle, capturing), bytes, answer: Answer::Prompts(at, sum) });
+                }
+            }
             let mut streams = lock(&self.streams);
             let slots = match streams.entry((handle, capturing)) {
                 Entry::Occupied(slots) => slots.into_mut(),
@@ -194,7 +209,7 @@ impl StreamPort {
                 self.mailroom.ring.address(), RECORDS as i32, index as i32, layer as i32, batch.tokens as i32,
                 batch.top_k as i32, batch.rows as i32);
             self.cuda.check()?;
-            Ok(Ticket { slot: index, stream: (handle, capturing), bytes })
+            Ok(Ticket { stream: (handle, capturing), bytes, answer: Answer::Slot(index) })
         })
     }
 
@@ -202,9 +217,13 @@ impl StreamPort {
     /// aligned to 16 bytes.
     pub fn sync(&self, ticket: Ticket, out: u64) -> Result<()> {
         self.cuda.as_guest(|| {
-            let slot = self.mailroom.slot(ticket.slot);
             let (handle, capturing) = ticket.stream;
             let stream = CudaStream::of_another(handle);
+            let index = match ticket.answer {
+                Answer::Prompts(at, sum) => return lock(&self.prompts)[at].sync(sum, ticket.bytes / 2, out, &stream),
+                Answer::Slot(index) => index,
+            };
+            let slot = self.mailroom.slot(index);
             if capturing {
                 self.cuda.wait(&stream, &slot.woken);
             }
@@ -212,7 +231,7 @@ impl StreamPort {
             launch!(self.cuda, &stream, kernels::fetch_rows, [blocks(ticket.bytes), 1, 1];
                 count.address(), up.address(), *y_address, Address::of_another(out), (ticket.bytes / 16) as i32);
             if let Some(of) = lock(&self.streams).get_mut(&ticket.stream) {
-                of.slots.iter_mut().filter(|(index, _)| *index == ticket.slot).for_each(|(_, busy)| *busy = false);
+                of.slots.iter_mut().filter(|(of, _)| *of == index).for_each(|(_, busy)| *busy = false);
             }
             self.cuda.check()
         })

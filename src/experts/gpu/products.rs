@@ -102,23 +102,22 @@ impl Products {
             self.experts as i32, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
     }
 
-    /// `y` of all pairs whose expert is in `table`, counted in `used` unless that is null.
-    pub(super) fn grouped(&self, table: Address<u64>, input: &LayerInput<'_>, used: Address<u32>) {
-        let LayerInput { layer, x, routing } = *input;
-        let (cuda, stream, layout) = (&self.cuda, &self.cuda.compute, &self.layout);
-        let (tokens, top_k, experts) = (routing.tokens(), routing.top_k(), self.experts);
+    /// `y` of all pairs of `x` [tokens, hidden] whose expert is in `table`, counted in `used` unless that is null.
+    pub(super) fn grouped(&self, table: Address<u64>, x: Address<bf16>, choices: Choices, used: Address<u32>) {
+        let Choices { layer, tokens, top_k, ids, .. } = choices;
+        let (cuda, stream, layout, experts) = (&self.cuda, &self.cuda.compute, &self.layout, self.experts);
         let pairs = tokens * top_k;
         let kernels = &self.kernels[layer];
         let [gate_up, down] = kernels.grouped(&cuda.info, pairs / experts);
         let tile = gate_up.tile[0];
         launch!(cuda, stream, kernels::experts_sort, [experts, 1, 1];
-            routing.ids(), table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(),
+            ids, table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(),
             pairs as i32, experts as i32, tile as i32, used);
         let (hidden, intermediate) = (layout.gate.k, layout.down.k);
         let rows = pairs / tile + experts;
         // Tiles of gate and of up take turns, or are all of up.
         launch!(cuda, stream, gate_up, [layout.gate.n.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES / 2), rows, 1];
-            self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32,
+            self.tiles.address(), self.pair_slot.address(), table, x, self.h.address(), hidden as i32,
             intermediate as i32, kernels.down_at, top_k as i32, kernels.gate.packing, self.epilogue.of(layer));
         launch!(cuda, stream, down, [hidden.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES), rows, 1];
             self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32,
@@ -126,11 +125,11 @@ impl Products {
     }
 
     /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`.
-    pub(super) fn combine(&self, table: Address<u64>, choices: Choices, out: &mut Tensor) {
+    pub(super) fn combine(&self, table: Address<u64>, choices: Choices, out: Address<f32>) {
         let Choices { tokens, top_k, ids, weights, .. } = choices;
         let (stream, hidden) = (&self.cuda.compute, self.layout.gate.k);
         launch!(self.cuda, stream, kernels::experts_combine, [tokens, hidden.div_ceil(COMBINED), 1];
-            ids, weights, table, self.y.address(), out.f32(), hidden as i32, self.experts as i32, top_k as i32);
+            ids, weights, table, self.y.address(), out, hidden as i32, self.experts as i32, top_k as i32);
     }
 }
 

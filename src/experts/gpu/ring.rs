@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::GpuExperts;
-use super::products::LayerInput;
+use super::products::{Choices, LayerInput};
 use crate::Result;
 use crate::cuda::{Address, Cuda, CudaEvent, DeviceBuffer};
 use crate::experts::{ExpertMemory, ExpertShape};
@@ -17,9 +17,9 @@ pub(super) struct Ring {
     bytes: DeviceBuffer<u8>,   // [2, half, bytes of the largest]
     half: usize,               // experts of a half
     tables: DeviceBuffer<u64>, // [2, experts]
-    filled: [CudaEvent; 2],
-    used: [CudaEvent; 2],
-    holds: [Option<ExpertRun>; 2],
+    pub(super) filled: [CudaEvent; 2],
+    pub(super) used: [CudaEvent; 2],
+    pub(super) holds: [Option<ExpertRun>; 2],
     newest: usize,     // the half that was filled last
     copied_bytes: u64, // since the start
 }
@@ -28,9 +28,9 @@ pub(super) struct Ring {
 ///
 /// [`Residency::in_ram`]: crate::experts::residency::Residency::in_ram
 #[derive(Clone, Debug, PartialEq)]
-struct ExpertRun {
-    layer: usize,
-    ranks: Range<usize>,
+pub(super) struct ExpertRun {
+    pub(super) layer: usize,
+    pub(super) ranks: Range<usize>,
 }
 
 impl Ring {
@@ -57,17 +57,17 @@ impl Ring {
     }
 
     /// What `streamed` experts of a layer are cut into.
-    fn parts(&self, layer: usize, streamed: usize) -> impl Iterator<Item = ExpertRun> + use<> {
+    pub(super) fn parts(&self, layer: usize, streamed: usize) -> impl Iterator<Item = ExpertRun> + use<> {
         let half = self.half.max(1);
         (0..streamed).step_by(half).map(move |from| ExpertRun { layer, ranks: from..streamed.min(from + half) })
     }
 
     /// The half that holds a part, or that it should come to: they alternate.
-    fn half_of(&self, part: &ExpertRun) -> usize {
+    pub(super) fn half_of(&self, part: &ExpertRun) -> usize {
         self.holds.iter().position(|held| held.as_ref() == Some(part)).unwrap_or(1 - self.newest)
     }
 
-    fn holds(&self, part: &ExpertRun) -> bool {
+    pub(super) fn holds(&self, part: &ExpertRun) -> bool {
         self.holds.iter().flatten().any(|held| held == part)
     }
 
@@ -78,7 +78,14 @@ impl Ring {
 
     /// Enqueues the copies of experts of `layer`, in ascending order, into a half, and its table: their addresses over
     /// those of `table`.
-    fn copy(&mut self, memory: &ExpertMemory, half: usize, layer: usize, experts: &[usize], mut table: Vec<u64>) {
+    pub(super) fn copy(
+        &mut self,
+        memory: &ExpertMemory,
+        half: usize,
+        layer: usize,
+        experts: &[usize],
+        mut table: Vec<u64>,
+    ) {
         let Self { cuda, shape, .. } = &*self;
         let bytes = shape.layouts[layer].bytes();
         cuda.wait(&cuda.copy, &self.used[half]);
@@ -99,7 +106,7 @@ impl Ring {
         self.copied_bytes += (experts.len() * bytes) as u64;
     }
 
-    fn table(&self, half: usize) -> Address<u64> {
+    pub(super) fn table(&self, half: usize) -> Address<u64> {
         self.tables.address().add(half * self.shape.experts)
     }
 }
@@ -184,7 +191,7 @@ impl GpuExperts {
     fn multiply(&self, half: usize, input: &LayerInput<'_>, counted: bool) {
         self.cuda.wait(&self.cuda.compute, &self.ring.filled[half]);
         let used = if counted { Address::NULL } else { self.counts(input.layer) };
-        self.products.grouped(self.ring.table(half), input, used);
+        self.products.grouped(self.ring.table(half), input.x.bf16(), Choices::from(input), used);
         self.cuda.record(&self.ring.used[half], &self.cuda.compute);
     }
 }

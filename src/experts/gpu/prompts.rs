@@ -1,0 +1,267 @@
+//! Prompts of another engine: the experts that it does not compute itself cross PCIe and are multiplied on its device,
+//! in the order of its stream.
+//!
+//! ```text
+//! submit    the engine's stream   copies hidden states and routing
+//!           copy stream           this layer's experts into one half of a ring, what comes next into the other
+//!           compute stream        their products with all tokens, and the sum
+//! sync      the engine's stream   waits for the sum and rounds it
+//! ```
+//!
+//! A batch that is larger than the buffers goes in parts, and its experts cross for each.
+
+use std::sync::Arc;
+
+use half::bf16;
+
+use super::Sizes;
+use super::products::{Choices, Products};
+use super::ring::{ExpertRun, Ring};
+use crate::cuda::kernels::rows::ROW_NUMBERS;
+use crate::cuda::kernels::stream::STREAM_THREADS;
+use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, Registered, kernels, launch};
+use crate::experts::ExpertMemory;
+use crate::experts::service::{DeviceTokens, ExpertService, RowType, ServedLayer};
+use crate::{Error, Result};
+
+/// Experts of a layer that `experts_sort` takes.
+const MAX_EXPERTS: usize = 512;
+/// Pairs of a token and an expert that it takes.
+const MAX_PAIRS: usize = 131_072;
+/// Ids that an engine may have for the experts of a layer.
+const MAX_IDS: usize = 4096;
+
+/// Which batches go this way, and how many of their tokens at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromptSizes {
+    /// Tokens from which on a batch does.
+    pub from_tokens: usize,
+    /// Tokens that are multiplied at once.
+    pub tokens: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// VRAM that experts pass through.
+    pub ring_bytes: usize,
+}
+
+/// The experts of one model, for the prompts of one device.
+pub struct Prompts {
+    _registered: Vec<Registered>, // first: given up while `service` still maps them
+    cuda: Arc<Cuda>,
+    service: Arc<ExpertService>,
+    from_tokens: usize,
+    pairs: usize, // of a token and an expert, that there is room for
+    ring: Ring,
+    products: Products,
+    crossing: Vec<Vec<usize>>,  // [layers]: the experts that cross for a prompt, as it was last
+    experts: DeviceBuffer<i32>, // [ids]: the expert that an id stands for
+    x: DeviceBuffer<bf16>,      // [tokens, hidden]
+    ids: DeviceBuffer<i32>,     // [pairs]
+    weights: DeviceBuffer<f32>, // [pairs]
+    here: DeviceBuffer<u64>,    // [experts]: all ones
+    taken: CudaEvent,           // the last batch is in the buffers
+    done: CudaEvent,            // and is not needed there any more
+    sums: Vec<Sum>,
+}
+
+/// The sum of a batch, until the engine takes it.
+struct Sum {
+    numbers: DeviceBuffer<f32>, // [tokens, hidden]
+    given: CudaEvent,           // the engine has taken the last one
+    busy: bool,
+}
+
+impl Prompts {
+    /// Takes the VRAM, and pins the experts where they lie.
+    ///
+    /// Errors: `Error::Resources` where VRAM ends; `Error::Invalid` for more experts than the kernels take.
+    pub fn new(cuda: &Arc<Cuda>, service: &Arc<ExpertService>, sizes: PromptSizes) -> Result<Self> {
+        let memory = service.memory();
+        let shape = memory.shape();
+        if shape.experts > MAX_EXPERTS {
+            return Err(Error::Invalid(format!(
+                "prompts cannot be computed on the GPU: a layer has {} experts and at most {MAX_EXPERTS} are \
+                 supported",
+                shape.experts
+            )));
+        }
+        let top_k = sizes.top_k.max(1);
+        let tokens = sizes.tokens.min(MAX_PAIRS / top_k).max(1);
+        let pairs = tokens * top_k;
+        let half = (sizes.ring_bytes / 2 / shape.most_bytes()).clamp(1, shape.experts);
+        let products = service.with_epilogue(|epilogue| {
+            let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring: 0 };
+            Products::new(cuda, &shape, epilogue, &sizes)
+        })?;
+        let ring = Ring::new(cuda, &shape, half)?;
+        // Not pinned is slower, not wrong: some systems allow it for no memory of files.
+        let registered =
+            memory.regions().into_iter().map_while(|region| Registered::new(region, !memory.is_copy()).ok()).collect();
+        let prompts = Self {
+            ring,
+            products,
+            from_tokens: sizes.from_tokens,
+            pairs,
+            crossing: vec![Vec::new(); shape.layers()],
+            experts: DeviceBuffer::zeros(cuda, MAX_IDS)?,
+            x: DeviceBuffer::zeros(cuda, tokens * shape.hidden())?,
+            ids: DeviceBuffer::zeros(cuda, pairs)?,
+            weights: DeviceBuffer::zeros(cuda, pairs)?,
+            here: DeviceBuffer::from_slice(cuda, &vec![1; shape.experts])?,
+            taken: CudaEvent::new(cuda)?,
+            done: CudaEvent::new(cuda)?,
+            sums: vec![Sum::new(cuda, tokens * shape.hidden())?],
+            service: service.clone(),
+            cuda: cuda.clone(),
+            _registered: registered,
+        };
+        cuda.synchronize()?;
+        Ok(prompts)
+    }
+
+    /// Whether it is of this service.
+    pub fn is_of(&self, service: &Arc<ExpertService>) -> bool {
+        Arc::ptr_eq(&self.service, service)
+    }
+
+    /// Whether a batch of a layer goes this way.
+    pub fn takes(&self, layer: &ServedLayer, batch: &DeviceTokens) -> bool {
+        batch.tokens >= self.from_tokens
+            && batch.rows == RowType::Bf16
+            && (1..=32).contains(&batch.top_k)
+            && layer.is_loaded()
+    }
+
+    /// Enqueues a batch that [`takes`](Prompts::takes) says goes this way, and returns what [`sync`](Prompts::sync)
+    /// wants. Errors: VRAM, the device, more ids than an engine may have.
+    pub fn submit(&mut self, layer: &ServedLayer, batch: &DeviceTokens, stream: &CudaStream) -> Result<usize> {
+        let (cuda, hidden) = (self.cuda.clone(), self.memory().shape().hidden());
+        let experts = layer.experts_of_ids();
+        if experts.len() > MAX_IDS {
+            return Err(Error::Invalid(format!("{} ids of experts: at most {MAX_IDS} are supported", experts.len())));
+        }
+        self.crosses(layer.index(), &experts);
+        let sum = self.sum(batch.tokens * hidden)?;
+        let out = self.sums[sum].numbers.address();
+        cuda.wait(&cuda.compute, &self.sums[sum].given);
+        launch!(cuda, &cuda.compute, kernels::clear, [(batch.tokens * hidden).div_ceil(ROW_NUMBERS), 1, 1];
+            out, (batch.tokens * hidden) as i64);
+        let most = self.pairs / batch.top_k;
+        for first in (0..batch.tokens).step_by(most) {
+            let tokens = most.min(batch.tokens - first);
+            let from = |address: u64, each: usize| address + (first * each) as u64;
+            let part = DeviceTokens {
+                x: from(batch.x, 2 * hidden),
+                ids: from(batch.ids, batch.top_k * batch.id_bytes),
+                weights: from(batch.weights, batch.top_k * size_of::<f32>()),
+                tokens,
+                ..*batch
+            };
+            self.take(&part, &experts, stream);
+            let choices = Choices {
+                layer: layer.index(),
+                tokens,
+                top_k: batch.top_k,
+                ids: self.ids.address(),
+                weights: self.weights.address(),
+            };
+            self.multiply(choices);
+            self.products.combine(self.here.address(), choices, out.add(first * hidden));
+            cuda.record(&self.done, &cuda.compute);
+        }
+        cuda.check()?;
+        Ok(sum)
+    }
+
+    /// Enqueues what brings a sum of `numbers` numbers to `out`, bf16.
+    pub fn sync(&mut self, sum: usize, numbers: usize, out: u64, stream: &CudaStream) -> Result<()> {
+        let (cuda, sum) = (&self.cuda, &mut self.sums[sum]);
+        cuda.wait(stream, &self.done);
+        launch!(cuda, stream, kernels::rounded, [numbers.div_ceil(ROW_NUMBERS), 1, 1];
+            sum.numbers.address(), Address::of_another(out), numbers as i64);
+        cuda.record(&sum.given, stream);
+        sum.busy = false;
+        cuda.check()
+    }
+
+    fn memory(&self) -> &Arc<ExpertMemory> {
+        self.service.memory()
+    }
+
+    /// Notes which experts of a layer cross.
+    fn crosses(&mut self, layer: usize, experts: &[i32]) {
+        let mut crossing: Vec<usize> = experts.iter().filter_map(|&expert| usize::try_from(expert).ok()).collect();
+        crossing.sort_unstable();
+        crossing.dedup();
+        if self.crossing[layer] != crossing {
+            self.ring.forget(layer);
+            self.crossing[layer] = crossing;
+        }
+    }
+
+    /// A sum that nobody has.
+    fn sum(&mut self, numbers: usize) -> Result<usize> {
+        let free = self.sums.iter().position(|sum| !sum.busy && sum.numbers.len() >= numbers);
+        let index = match free {
+            Some(index) => index,
+            None => {
+                self.sums.push(Sum::new(&self.cuda, numbers.max(self.x.len()))?);
+                self.sums.len() - 1
+            }
+        };
+        self.sums[index].busy = true;
+        Ok(index)
+    }
+
+    /// Copies hidden states and routing in the engine's order: it may overwrite its own at once.
+    fn take(&self, part: &DeviceTokens, experts: &[i32], stream: &CudaStream) {
+        let (cuda, choices) = (&self.cuda, part.tokens * part.top_k);
+        let bytes = part.tokens * self.memory().shape().hidden() * size_of::<bf16>();
+        cuda.wait(stream, &self.done);
+        cuda.copy_within(stream, self.x.address(), Address::of_another(part.x), bytes);
+        cuda.upload(stream, self.experts.address(), experts);
+        launch!(cuda, stream, kernels::take_choices, [choices.div_ceil(STREAM_THREADS), 1, 1];
+            Address::of_another(part.ids), Address::of_another(part.weights), self.experts.address(),
+            self.ids.address(), self.weights.address(), choices as i32, (part.id_bytes / 4) as i32,
+            experts.len() as i32);
+        cuda.record(&self.taken, stream);
+        cuda.wait(&cuda.compute, &self.taken);
+    }
+
+    /// `y` of all crossing experts of a layer, each part while the next is on its way.
+    fn multiply(&mut self, choices: Choices) {
+        let layer = choices.layer;
+        let parts: Vec<ExpertRun> = self.ring.parts(layer, self.crossing[layer].len()).collect();
+        let of_next = self.crossing.get(layer + 1).map_or(0, Vec::len);
+        let next_layer = self.ring.parts(layer + 1, of_next).next();
+        for (i, now) in parts.iter().enumerate() {
+            let next = parts.get(i + 1).or(next_layer.as_ref());
+            let half = self.ring.half_of(now);
+            self.fill(half, now);
+            if let Some(next) = next.filter(|next| !self.ring.holds(next)) {
+                self.fill(1 - half, next);
+            }
+            let cuda = &self.cuda;
+            cuda.wait(&cuda.compute, &self.ring.filled[half]);
+            self.products.grouped(self.ring.table(half), self.x.address(), choices, Address::NULL);
+            cuda.record(&self.ring.used[half], &cuda.compute);
+        }
+    }
+
+    /// Enqueues the copies of a part into a half of the ring, unless they are there.
+    fn fill(&mut self, half: usize, part: &ExpertRun) {
+        if self.ring.holds[half].as_ref() == Some(part) {
+            return;
+        }
+        let memory = self.service.memory();
+        let experts = &self.crossing[part.layer][part.ranks.clone()];
+        self.ring.copy(memory, half, part.layer, experts, vec![0; memory.shape().experts]);
+        self.ring.holds[half] = Some(part.clone());
+    }
+}
+
+impl Sum {
+    fn new(cuda: &Arc<Cuda>, numbers: usize) -> Result<Self> {
+        Ok(Self { numbers: DeviceBuffer::zeros(cuda, numbers)?, given: CudaEvent::new(cuda)?, busy: false })
+    }
+}
