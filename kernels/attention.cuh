@@ -237,6 +237,14 @@ __device__ __forceinline__ void mma_pair(
     mma_bf16(right, a, second);
 }
 
+// Two bf16 numbers to a value: the rounded one, and what is left.
+struct Split {
+    uint32_t high, low;
+};
+__device__ __forceinline__ Split split(float a, float b) {
+    const uint32_t high = pack_bf16(a, b);
+    return {high, pack_bf16(a - low_f32(high), b - high_f32(high))};
+}
 // Sum and maximum over the four lanes that share the rows of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(ALL_LANES, x, 1);

@@ -88,10 +88,6 @@ KERNEL(convolve_keep, CONV_THREADS, 0, const bf16* x, float* inputs, DeltaBatch 
 constexpr int RULE_THREADS = 256, COLUMNS = 32, PARTS = RULE_THREADS / COLUMNS, FOURS = MAX_KEY / PARTS / 4,
               STAGED = 32;
 
-__device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
-
-// A column of the state lies in the registers of eight neighbouring threads: part p has inputs 32 i + 4 p and the three
-// behind them.
 KERNEL_BLOCKS(delta_net_rule, RULE_THREADS, 2, 0, const bf16* qkv, const bf16* mixed, DeltaGates gates, float* inputs,
     float* heads, bf16* out, DeltaBatch batch, DeltaShape shape) {
     __shared__ float4 keys[STAGED][MAX_KEY / 4], queries[STAGED][MAX_KEY / 4]; // zeros past key_dim
@@ -124,10 +120,8 @@ KERNEL_BLOCKS(delta_net_rule, RULE_THREADS, 2, 0, const bf16* qkv, const bf16* m
             const bf16* row = mixed + (size_t)(from + t) * channels + key_head * key_dim;
             float4 q = make_float4(0, 0, 0, 0), k = q;
             if (4 * lane < key_dim) {
-                const uint2 a = *reinterpret_cast<const uint2*>(row + 4 * lane),
-                            b = *reinterpret_cast<const uint2*>(row + keys_dim + 4 * lane);
-                q = make_float4(low_f32(a.x), high_f32(a.x), low_f32(a.y), high_f32(a.y));
-                k = make_float4(low_f32(b.x), high_f32(b.x), low_f32(b.y), high_f32(b.y));
+                q = four_of(row + 4 * lane);
+                k = four_of(row + keys_dim + 4 * lane);
             }
             const float of_q = rsqrtf(warp_sum(dot(q, q)) + L2_EPS) * rsqrtf((float)key_dim),
                         of_k = rsqrtf(warp_sum(dot(k, k)) + L2_EPS);
@@ -149,31 +143,13 @@ KERNEL_BLOCKS(delta_net_rule, RULE_THREADS, 2, 0, const bf16* qkv, const bf16* m
         __syncthreads();
         for (int t = 0; t < tokens; t++) {
             const float decay = decays[t];
-            float recalled = 0.0f,
-                  read = 0.0f; // S^T k and S^T q of what was; what is written now is read through k . q
-            float4 k[FOURS];
 #pragma unroll
-            for (int i = 0; i < FOURS; i++) {
-                k[i] = keys[t][i * PARTS + part];
-                const float4 q = queries[t][i * PARTS + part];
+            for (int i = 0; i < FOURS; i++)
                 state[i].x *= decay, state[i].y *= decay, state[i].z *= decay, state[i].w *= decay;
-                recalled += dot(state[i], k[i]);
-                read += dot(state[i], q);
-            }
-#pragma unroll
-            for (int d = 1; d < PARTS; d *= 2) {
-                recalled += __shfl_xor_sync(ALL_LANES, recalled, d);
-                read += __shfl_xor_sync(ALL_LANES, read, d);
-            }
-            const float delta = betas[t] * (values[t][column] - recalled);
-#pragma unroll
-            for (int i = 0; i < FOURS; i++) {
-                state[i].x += k[i].x * delta, state[i].y += k[i].y * delta, state[i].z += k[i].z * delta,
-                    state[i].w += k[i].w * delta;
-            }
+            const float read =
+                step_of_rule(state, keys[t], queries[t], part, {values[t][column], betas[t], overlaps[t]});
             if (part == 0 && exists)
-                out[((size_t)(from + t) * shape.value_heads + head) * value_dim + value] =
-                    to_bf16(read + delta * overlaps[t]);
+                out[((size_t)(from + t) * shape.value_heads + head) * value_dim + value] = to_bf16(read);
         }
     }
 #pragma unroll

@@ -31,6 +31,47 @@ struct DeltaGates {
     const float *gates, *rates, *dt_bias; // [T, b and a, value_heads], [value_heads], [value_heads]
 };
 
+__device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
+
+// Four neighbours of an address of 8 bytes.
+__device__ __forceinline__ float4 four_of(const bf16* x) {
+    const uint2 v = *reinterpret_cast<const uint2*>(x);
+    return make_float4(low_f32(v.x), high_f32(v.x), low_f32(v.y), high_f32(v.y));
+}
+
+// What a token's rule is made of beside its query and key: of this column, and of the head.
+struct TokenOfRule {
+    float value, beta, overlap; // overlap: k . q
+};
+
+// A token writes to a column of a decayed state, and reads it. Eight neighbouring threads have the column: part p has
+// inputs 32 i + 4 p and the three behind them; `keys` and `queries` are rows of fours of all inputs.
+template <int FOURS>
+__device__ __forceinline__ float step_of_rule(
+    float4 (&state)[FOURS], const float4* keys, const float4* queries, int part, TokenOfRule token) {
+    constexpr int PARTS = MAX_KEY / 4 / FOURS;
+    float recalled = 0.0f, read = 0.0f; // S^T k and S^T q of what was; what is written now is read through k . q
+    float4 k[FOURS];
+#pragma unroll
+    for (int i = 0; i < FOURS; i++) {
+        k[i] = keys[i * PARTS + part];
+        recalled += dot(state[i], k[i]);
+        read += dot(state[i], queries[i * PARTS + part]);
+    }
+#pragma unroll
+    for (int d = 1; d < PARTS; d *= 2) {
+        recalled += __shfl_xor_sync(ALL_LANES, recalled, d);
+        read += __shfl_xor_sync(ALL_LANES, read, d);
+    }
+    const float delta = token.beta * (token.value - recalled);
+#pragma unroll
+    for (int i = 0; i < FOURS; i++) {
+        state[i].x += k[i].x * delta, state[i].y += k[i].y * delta, state[i].z += k[i].z * delta,
+            state[i].w += k[i].w * delta;
+    }
+    return read + delta * token.overlap;
+}
+
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 // The logarithm of a token's decay in a head, and its beta.

@@ -11,40 +11,18 @@
 // differences g_i - g_j with i >= j are ever raised: none overflows. Chunks begin with a sequence's first token in the
 // batch.
 //
-// K, Q and V are bf16 as the convolution left them, and what norms them is multiplied later. All other operands are
-// split into two bf16 numbers, the rounded one and what rounding left, so products are as good as with 16 bits of
-// mantissa, and the state is f32: parts of a prompt give the same numbers to about 2^-16.
+// K, Q and V are bf16 as the convolution left them, and what norms them is multiplied later. chunks.cuh says how good
+// the rest is.
 //
 // scratch, by head and row of the batch: triangles [value_heads, T, 4, 64] bf16, a row of T and of P in two parts each;
 // scales [value_heads, T] of {decay of the chunk; what multiplies k . S, q . S, and k when it is written}.
 //
 //   delta_net_within    grid (value_heads, ceil(most tokens of a sequence / CHUNK), sequences)
 //   delta_net_across    grid (value_heads, ceil(value_dim / ACROSS_COLUMNS), sequences)
-#include "attention.cuh"
-#include "delta_net.cuh"
+#include "chunks.cuh"
 
 constexpr int CHUNK = 64, CHUNK_THREADS = 128, TRIANGLES = 4; // rows of 64 in `triangles`
-constexpr int KEY_PITCH = MAX_KEY + 8, CHUNK_PITCH = CHUNK + 8;
-
-// Two bf16 numbers to a value: the rounded one, and what is left.
-struct Split {
-    uint32_t high, low;
-};
-__device__ __forceinline__ Split split(float a, float b) {
-    const uint32_t high = pack_bf16(a, b);
-    return {high, pack_bf16(a - low_f32(high), b - high_f32(high))};
-}
-// Two neighbouring tiles of sums as A of a product.
-__device__ __forceinline__ void split_as_a(
-    uint32_t (&high)[4], uint32_t (&low)[4], const float (&left)[4], const float (&right)[4]) {
-    const Split parts[4] = {
-        split(left[0], left[1]), split(left[2], left[3]), split(right[0], right[1]), split(right[2], right[3])};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        high[i] = parts[i].high;
-        low[i] = parts[i].low;
-    }
-}
+constexpr int CHUNK_PITCH = CHUNK + 8;
 
 // A's transposed, f32, four neighbours at an address of 16 bytes; T by rows.
 constexpr int A_PITCH = CHUNK + 4, T_PITCH = CHUNK + 1;
@@ -177,14 +155,11 @@ KERNEL(delta_net_within, CHUNK_THREADS, 0, const bf16* mixed, DeltaGates gates, 
     }
 }
 
-constexpr int ACROSS_THREADS = 128, ACROSS_COLUMNS = ACROSS_THREADS / WARP * 16, VALUE_PITCH = ACROSS_COLUMNS + 8;
-
 // Shared memory: keys of this chunk and the next, queries, triangles, values (and the warps' results), scales of this
 // chunk and the next.
 constexpr int ACROSS_BYTES = CHUNK * (3 * KEY_PITCH * 2 + TRIANGLES * CHUNK_PITCH * 2 + VALUE_PITCH * 2 + 2 * 16);
 
-// A warp has 16 columns of S, for all keys, in registers, transposed as everything it makes is: columns are the rows of
-// its products, and sums become operands where they lie. It meets others only to copy.
+// A warp meets others only to copy.
 #define ACROSS_SHARED 100352
 KERNEL(delta_net_across, ACROSS_THREADS, ACROSS_SHARED, const bf16* qkv, const bf16* mixed, const bf16* triangles,
     const float4* scales, float* inputs, float* heads, bf16* out, DeltaBatch batch, DeltaShape shape, int rows) {
@@ -228,22 +203,12 @@ KERNEL(delta_net_across, ACROSS_THREADS, ACROSS_SHARED, const bf16* qkv, const b
         copy_async_commit();
     };
 
-    // This lane's columns are mine and mine + 8; its keys 8 n + 2 (lane % 4) and the next.
-    const int mine = column + warp * 16 + lane / 4;
-    float* slot = heads + ((size_t)batch.seq_slots[s] * shape.value_heads + head) * key_dim * value_dim;
+    const StateColumns columns = {heads + ((size_t)batch.seq_slots[s] * shape.value_heads + head) * key_dim * value_dim,
+        key_dim, value_dim, column + warp * 16};
     const bool fresh = batch.positions[first] == 0;
     float state[MAX_KEY / 8][4];
-    auto each_number = [&](auto visit) {
-#pragma unroll
-        for (int n = 0; n < MAX_KEY / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int k = n * 8 + lane % 4 * 2 + i % 2, v = mine + i / 2 * 8;
-                visit(state[n][i], k < key_dim && v < value_dim ? slot + (size_t)k * value_dim + v : nullptr);
-            }
-    };
     copy_keys(0);
-    each_number([&](float& x, const float* at) { x = at && !fresh ? *at : 0.0f; });
+    columns.load(state, lane, fresh);
 
 #pragma unroll 1
     for (int chunk = 0; first + chunk * CHUNK < end; chunk++) {
@@ -254,82 +219,24 @@ KERNEL(delta_net_across, ACROSS_THREADS, ACROSS_SHARED, const bf16* qkv, const b
         __syncthreads();
         copy_rest(chunk);
 
-        // K S and Q S, transposed: tile n has tokens 8 n to 8 n + 7.
-        float u[CHUNK / 8][4] = {}, o[CHUNK / 8][4] = {};
-#pragma unroll
-        for (int k = 0; k < MAX_KEY / 16; k++) {
-            uint32_t high[4], low[4];
-            split_as_a(high, low, state[2 * k], state[2 * k + 1]);
-#pragma unroll
-            for (int n = 0; n < CHUNK / 8; n += 2) {
-                uint32_t b[4], c[4];
-                load_b_rows(b, keys + n * 8 * KEY_PITCH + k * 16, KEY_PITCH, lane);
-                load_b_rows(c, queries + n * 8 * KEY_PITCH + k * 16, KEY_PITCH, lane);
-                mma_pair(u[n], u[n + 1], high, b);
-                mma_pair(o[n], o[n + 1], high, c);
-                mma_pair(u[n], u[n + 1], low, b);
-                mma_pair(o[n], o[n + 1], low, c);
-            }
-        }
+        float sums[2][CHUNK / 8][4] = {};
+        read_state<CHUNK, 1>(sums, {keys, queries}, state, lane);
         copy_async_wait<0>();
         __syncthreads();
         copy_keys(chunk + 1);
 
         // V - exp(g) K S.
-#pragma unroll
-        for (int n = 0; n < CHUNK / 8; n += 2) {
-            uint32_t v[4];
-            load_b_cols(v, values + n * 8 * VALUE_PITCH + warp * 16, VALUE_PITCH, lane);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float (&x)[4] = u[n + i % 2];
-                const float4 *a = scale + (n + i % 2) * 8 + lane % 4 * 2, *b = a + 1;
-                x[i / 2 * 2] = low_f32(v[i]) - a->y * x[i / 2 * 2];
-                x[i / 2 * 2 + 1] = high_f32(v[i]) - b->y * x[i / 2 * 2 + 1];
-            }
-        }
+        auto &u = sums[0], &o = sums[1];
+        each_value<CHUNK>(u, values, warp, lane, [&](float& x, float v, int t) { x = v - scale[t].y * x; });
+        float written[CHUNK / 8][4] = {};
+        multiply_triangle<CHUNK>(written, u, triangle_tiles, lane);
 #pragma unroll
         for (int n = 0; n < CHUNK / 8; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) o[n][i] *= scale[n * 8 + lane % 4 * 2 + i % 2].z;
-
-        // to += x M^T of a triangle M: blocks of 16 tokens that depend on earlier ones and their own.
-        auto multiply = [&](float (&to)[CHUNK / 8][4], const float (&x)[CHUNK / 8][4], const bf16* triangle) {
-#pragma unroll
-            for (int j = 0; j < CHUNK / 16; j++) {
-                uint32_t high[4], low[4];
-                split_as_a(high, low, x[2 * j], x[2 * j + 1]);
-#pragma unroll
-                for (int i = j; i < CHUNK / 16; i++) {
-                    uint32_t b[4], c[4];
-                    load_b_rows(b, triangle + i * 16 * CHUNK_PITCH + j * 16, CHUNK_PITCH, lane);
-                    load_b_rows(c, triangle + (CHUNK + i * 16) * CHUNK_PITCH + j * 16, CHUNK_PITCH, lane);
-                    mma_pair(to[2 * i], to[2 * i + 1], high, b);
-                    mma_pair(to[2 * i], to[2 * i + 1], low, b);
-                    mma_pair(to[2 * i], to[2 * i + 1], high, c);
-                }
-            }
-        };
-        float written[CHUNK / 8][4] = {};
-        multiply(written, u, triangle_tiles);
-        multiply(o, written, triangle_tiles + 2 * CHUNK * CHUNK_PITCH);
-
-        // Results through the warp's own columns of the tile of values.
-        __syncwarp();
-#pragma unroll
-        for (int n = 0; n < CHUNK / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                values[(n * 8 + lane % 4 * 2 + i % 2) * VALUE_PITCH + warp * 16 + lane / 4 + i / 2 * 8] =
-                    to_bf16(o[n][i]);
-        __syncwarp();
-#pragma unroll
-        for (int at = lane; at < CHUNK * 2; at += WARP) {
-            const int t = at / 2, v = warp * 16 + at % 2 * 8;
-            if (t < tokens && column + v < value_dim)
-                *reinterpret_cast<uint4*>(out + ((size_t)(from + t) * shape.value_heads + head) * value_dim + column +
-                    v) = *reinterpret_cast<const uint4*>(values + t * VALUE_PITCH + v);
-        }
+        multiply_triangle<CHUNK>(o, written, triangle_tiles + 2 * CHUNK * CHUNK_PITCH, lane);
+        write_results<CHUNK>(out + ((size_t)from * shape.value_heads + head) * value_dim + column,
+            (size_t)shape.value_heads * value_dim, value_dim - column, o, values, tokens, warp, lane);
 
         // S = exp(g_64) S + what is written.
         const float decay = scale[0].x;
@@ -338,25 +245,12 @@ KERNEL(delta_net_across, ACROSS_THREADS, ACROSS_SHARED, const bf16* qkv, const b
 #pragma unroll
             for (int i = 0; i < 4; i++) state[n][i] *= decay;
 #pragma unroll
-        for (int j = 0; j < CHUNK / 16; j++) {
+        for (int n = 0; n < CHUNK / 8; n++)
 #pragma unroll
-            for (int n = 2 * j; n < 2 * j + 2; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) written[n][i] *= scale[n * 8 + lane % 4 * 2 + i % 2].w;
-            uint32_t high[4], low[4];
-            split_as_a(high, low, written[2 * j], written[2 * j + 1]);
-#pragma unroll
-            for (int n = 0; n < MAX_KEY / 8; n += 2) {
-                uint32_t b[4];
-                load_b_cols(b, keys + j * 16 * KEY_PITCH + n * 8, KEY_PITCH, lane);
-                mma_pair(state[n], state[n + 1], high, b);
-                mma_pair(state[n], state[n + 1], low, b);
-            }
-        }
+            for (int i = 0; i < 4; i++) written[n][i] *= scale[n * 8 + lane % 4 * 2 + i % 2].w;
+        write_state<CHUNK, 1>(state, written, keys, lane);
     }
-    each_number([&](float x, float* at) {
-        if (at) *at = x;
-    });
+    columns.store(state, lane);
 
     // Nobody reads what is kept in this kernel: each block writes its values' channels, one of each group those of
     // query and key.

@@ -1,46 +1,28 @@
-// Mamba-2 after its convolution (arXiv 2405.21060, HF modeling_nemotron_h), token by token.
-//
-//   d = softplus(dt + dt_bias);   S = exp(-rate d) S + b (d x)^T;   y = S^T c + skip x
-//   out = norm(y * silu(z)), of each group by itself
-//
-// A sequence's states are in its slot: states [slots, heads, state_dim, head_dim] f32; position 0 begins from zeros.
-// xbc [T, channels] bf16: x [heads, head_dim], then b and c [groups, state_dim] each; neighbouring heads share b and c.
-// dt [T, heads] f32. state_dim <= MAX_STATE; state_dim and head_dim are multiples of 8.
+// Mamba-2 after its convolution (mamba2.cuh), token by token.
 //
 // Columns of S depend on no other column, so a head is shared out among blocks.
 //
 // Launch, in this order:
 //   convolve_keep (delta_net.cu) and what comes before it
-//   mamba2_scan: grid (heads, ceil(head_dim / SSM_COLUMNS), sequences); y [T, heads * head_dim] bf16
+//   mamba2_scan: grid (heads, ceil(head_dim / SSM_COLUMNS), sequences)
+//       y [T, heads * head_dim] bf16, of sequences of few tokens
+//   mamba2_across (mamba2_chunks.cu): the same of sequences of many tokens
 //   mamba2_norm: grid (T, groups); y in place
-#include "delta_net.cuh"
+#include "mamba2.cuh"
 
-struct Mamba2Shape {
-    int heads, head_dim, state_dim, groups;
-    float eps;
-};
-
-struct Mamba2Weights {
-    const float *rates, *dt_bias, *skip; // [heads]
-};
-
-constexpr int MAX_STATE = 128, SSM_THREADS = 256, SSM_COLUMNS = 32, SSM_PARTS = SSM_THREADS / SSM_COLUMNS,
-              SSM_FOURS = MAX_STATE / SSM_PARTS / 4, SSM_STAGED = 32;
-
-__device__ __forceinline__ float4 four_of(const bf16* x) {
-    const uint2 v = *reinterpret_cast<const uint2*>(x);
-    return make_float4(low_f32(v.x), high_f32(v.x), low_f32(v.y), high_f32(v.y));
-}
+constexpr int SSM_THREADS = 256, SSM_COLUMNS = 32, SSM_PARTS = SSM_THREADS / SSM_COLUMNS,
+              SSM_FOURS = MAX_KEY / SSM_PARTS / 4, SSM_STAGED = 32;
 
 // A column of the state lies in the registers of eight neighbouring threads: part p has rows 32 i + 4 p and the three
 // behind them.
 KERNEL_BLOCKS(mamba2_scan, SSM_THREADS, 2, 0, const bf16* xbc, const float* dt, Mamba2Weights w, float* states,
     bf16* out, DeltaBatch batch, Mamba2Shape shape) {
-    __shared__ float4 bs[SSM_STAGED][MAX_STATE / 4], cs[SSM_STAGED][MAX_STATE / 4]; // zeros past state_dim
+    __shared__ float4 bs[SSM_STAGED][MAX_KEY / 4], cs[SSM_STAGED][MAX_KEY / 4]; // zeros past state_dim
     __shared__ float values[SSM_STAGED][SSM_COLUMNS], decays[SSM_STAGED], steps[SSM_STAGED];
     begin_kernel();
     const int tid = threadIdx.x, column = tid / SSM_PARTS, part = tid % SSM_PARTS, head = blockIdx.x, s = blockIdx.z;
     const int first = batch.seq_first[s], end = batch.seq_first[s + 1], rows = shape.state_dim, dim = shape.head_dim;
+    if (end - first >= CHUNKED_FROM) return;
     const int inner = shape.heads * dim, channels = inner + 2 * shape.groups * rows,
               at_b = inner + head / (shape.heads / shape.groups) * rows, at_c = at_b + shape.groups * rows,
               value = blockIdx.y * SSM_COLUMNS + column; // of the head
@@ -59,8 +41,8 @@ KERNEL_BLOCKS(mamba2_scan, SSM_THREADS, 2, 0, const bf16* xbc, const float* dt, 
     for (int from = first; from < end; from += SSM_STAGED) {
         const int tokens = min(SSM_STAGED, end - from);
         __syncthreads();
-        for (int i = tid; i < tokens * (MAX_STATE / 4); i += SSM_THREADS) {
-            const int t = i / (MAX_STATE / 4), k = i % (MAX_STATE / 4);
+        for (int i = tid; i < tokens * (MAX_KEY / 4); i += SSM_THREADS) {
+            const int t = i / (MAX_KEY / 4), k = i % (MAX_KEY / 4);
             const bf16* row = xbc + (size_t)(from + t) * channels;
             bs[t][k] = 4 * k < rows ? four_of(row + at_b + 4 * k) : make_float4(0, 0, 0, 0);
             cs[t][k] = 4 * k < rows ? four_of(row + at_c + 4 * k) : make_float4(0, 0, 0, 0);
@@ -70,7 +52,7 @@ KERNEL_BLOCKS(mamba2_scan, SSM_THREADS, 2, 0, const bf16* xbc, const float* dt, 
             values[t][i % SSM_COLUMNS] = v < dim ? to_f32(xbc[(size_t)(from + t) * channels + head * dim + v]) : 0.0f;
         }
         if (tid < tokens) {
-            const float a = dt[(size_t)(from + tid) * shape.heads + head] + bias, d = a > 20.0f ? a : log1pf(expf(a));
+            const float d = step_of(dt[(size_t)(from + tid) * shape.heads + head], bias);
             steps[tid] = d;
             decays[tid] = expf(-rate * d);
         }

@@ -52,7 +52,7 @@ pub use library::ProductRates;
 pub use load::{Groups, LatentUp, Linear, RouterWeights, Rule};
 pub use memory::Tensor;
 pub use record::Additions;
-pub use recur::{DeltaScratch, State};
+pub use recur::{DeltaScratch, KdaScratch, State};
 pub use route::CudaRouting;
 
 /// Sequences up to which a decode step is recorded.

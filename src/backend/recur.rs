@@ -73,6 +73,8 @@ pub trait Recur: Load {
     type State: Send;
     /// Activations of gated DeltaNet.
     type DeltaScratch: Send;
+    /// Activations of Kimi delta attention.
+    type KdaScratch: Send;
 
     /// Recurrent state of `slots` sequences.
     fn state(&self, slots: usize, shape: StateShape) -> Result<Self::State>;
@@ -111,6 +113,8 @@ pub trait Recur: Load {
         x: &Self::Tensor,
         out: &mut Self::Tensor,
     );
+    /// Activations for [`Recur::kda`] on at most `max_tokens` tokens.
+    fn kda_scratch(&self, config: &Kda, max_tokens: usize) -> Result<Self::KdaScratch>;
     /// Kimi delta attention after its convolution; `out` is `[T, inner_dim]`. Sequences and their states as of
     /// [`Recur::delta_net`].
     fn kda(
@@ -118,6 +122,7 @@ pub trait Recur: Load {
         state: &mut Self::State,
         batch: &Self::Batch,
         rule: &KdaRule<'_, Self>,
+        scratch: &mut Self::KdaScratch,
         inputs: KdaInputs<'_, Self>,
         out: &mut Self::Tensor,
     );

@@ -6,7 +6,7 @@ use moebius::backend::{DeltaInputs, DeltaRule, Load, Recur};
 use moebius::model::{DeltaGate, DeltaNet, Facts};
 
 use crate::common;
-use crate::steps::steps;
+use crate::steps::{IN_CHUNKS, MOST, in_parts, steps};
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, device, need_gpu, random};
 
 const HIDDEN: usize = 72;
@@ -14,9 +14,6 @@ const HIDDEN: usize = 72;
 /// Inputs of the rule are rounded once more than on the CPU, and so is what is normed, which makes much of it where a
 /// head reads little.
 const RULE: Within = Within { each: 2.0 * ROUNDING, of_rms: 48.0 * ROUNDING, rms: 1.5 * ROUNDING };
-
-/// The sums differ by about 2^-16 before they are rounded to bf16, twice.
-const IN_CHUNKS: Within = Within { each: 4.0 * ROUNDING, of_rms: ROUNDING, rms: 0.2 * ROUNDING };
 
 /// What gated DeltaNet has beside its projections.
 fn rule(config: &DeltaNet) -> DeltaRule<'static> {
@@ -87,9 +84,6 @@ fn delta_rule_from_zeros_and_from_a_state() {
     );
 }
 
-/// Tokens of four sequences, some of them in chunks: of one, of some with an end of its own, of one and a token.
-const CHUNKED: [&[usize]; 2] = [&[300, 64, 33, 5], &[127, 1, 65, 192]];
-
 /// The same tokens at once and a few at a time, from zeros and from a state, with states that are kept and that are
 /// forgotten at once.
 #[test]
@@ -113,31 +107,19 @@ fn the_delta_rule_in_chunks_equals_token_by_token() {
         let w = b.load_delta_net(&config, weights).unwrap();
         let run = |most: usize| {
             let mut state = b.state(4, config.state().unwrap()).unwrap();
-            let mut scratch = b.delta_scratch(&config, 512).unwrap();
-            let mut starts = [0; 4];
-            let mut all = Vec::new();
-            for (step, lengths) in CHUNKED.iter().enumerate() {
-                for (s, &tokens) in lengths.iter().enumerate() {
-                    let seed = 200 + 20 * step as u64 + 4 * s as u64;
-                    let [h, z, qkv] = [(HIDDEN, 0), (values, 1), (channels, 2)]
-                        .map(|(cols, i)| (cols, random(tokens * cols, seed + i)));
-                    for first in (0..tokens).step_by(most) {
-                        let rows = first..tokens.min(first + most);
-                        let mut batch = Batch::default();
-                        batch.push(&vec![1; rows.len()], starts[s] + first, &[0; 16]).slot = s;
-                        let part =
-                            |(cols, x): &(usize, Vec<f32>)| b.filled(*cols, &x[rows.start * cols..rows.end * cols]);
-                        let mut out = b.filled(values, &vec![9.0; rows.len() * values]);
-                        let inputs = DeltaInputs { h: &part(&h), qkv: &part(&qkv), z: &part(&z) };
-                        b.delta_net(&mut state, &b.on_device(&batch), &w, &mut scratch, inputs, &mut out);
-                        all.extend(b.numbers(&out));
-                    }
-                    starts[s] += tokens;
-                }
-            }
-            all
+            let mut scratch = b.delta_scratch(&config, MOST).unwrap();
+            in_parts(most, |batch, seed, tokens, rows| {
+                let part = |cols: usize, i: u64| {
+                    b.filled(cols, &random(tokens * cols, seed + i)[rows.start * cols..rows.end * cols])
+                };
+                let (h, z, qkv) = (part(HIDDEN, 0), part(values, 1), part(channels, 2));
+                let mut out = b.filled(values, &vec![9.0; rows.len() * values]);
+                let inputs = DeltaInputs { h: &h, qkv: &qkv, z: &z };
+                b.delta_net(&mut state, &b.on_device(batch), &w, &mut scratch, inputs, &mut out);
+                b.numbers(&out)
+            })
         };
-        check(&format!("rates {rate}, {config:?}"), &run(512), &run(31), IN_CHUNKS);
+        check(&format!("rates {rate}, {config:?}"), &run(MOST), &run(31), IN_CHUNKS);
     }
 }
 

@@ -51,6 +51,7 @@ struct Op<'a> {
 impl Recur for Cpu {
     type State = State;
     type DeltaScratch = ();
+    type KdaScratch = ();
 
     fn state(&self, slots: usize, shape: StateShape) -> Result<State> {
         Ok(State {
@@ -187,11 +188,16 @@ impl Recur for Cpu {
         });
     }
 
+    fn kda_scratch(&self, _: &model::Kda, _: usize) -> Result<()> {
+        Ok(())
+    }
+
     fn kda(
         &self,
         state: &mut State,
         batch: &Batch,
         rule: &KdaRule<'_, Self>,
+        (): &mut (),
         inputs: KdaInputs<'_, Self>,
         out: &mut Tensor,
     ) {

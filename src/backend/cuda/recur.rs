@@ -1,6 +1,7 @@
 //! Recurrent layers on the device: gated DeltaNet, of which a few tokens of a sequence go one by one
-//! (kernels/delta_net.cu) and many in chunks (kernels/delta_net_chunks.cu); Kimi delta attention (kernels/kda.cu);
-//! Mamba-2 (kernels/mamba2.cu); short convolutions (kernels/short_conv.cu).
+//! (kernels/delta_net.cu) and many in chunks (kernels/delta_net_chunks.cu); Kimi delta attention (kernels/kda.cu and
+//! kda_chunks.cu) and Mamba-2 (kernels/mamba2.cu and mamba2_chunks.cu), which do the same; short convolutions
+//! (kernels/short_conv.cu).
 
 use half::bf16;
 
@@ -11,11 +12,12 @@ use crate::backend::{DeltaInputs, KdaInputs, KdaRule, Mamba2Inputs, Mamba2Rule, 
 use crate::cuda::kernels::delta_net::{CHUNKED_FROM, COLUMNS, CONV_CHANNELS, CONV_THREADS, CONV_TOKENS, NORM_HEADS};
 use crate::cuda::kernels::delta_net_chunks::{ACROSS_COLUMNS, CHUNK, TRIANGLES};
 use crate::cuda::kernels::kda::KDA_COLUMNS;
+use crate::cuda::kernels::kda_chunks::{KDA_CHUNK, KDA_TRIANGLES};
 use crate::cuda::kernels::mamba2::SSM_COLUMNS;
 use crate::cuda::kernels::short_conv::{SHORT_CONV_THREADS, SHORT_CONV_TOKENS};
 use crate::cuda::kernels::{self, DeltaBatch, DeltaGates, DeltaShape, KdaGates, KdaShape, Mamba2Shape, Mamba2Weights};
 use crate::cuda::{Address, DeviceBuffer, launch};
-use crate::model::{DeltaGate, DeltaNet, KdaDecay, StateShape};
+use crate::model::{DeltaGate, DeltaNet, Kda, KdaDecay, StateShape};
 
 /// Of a layer, by slot.
 pub struct State {
@@ -33,9 +35,16 @@ pub struct DeltaScratch {
     scales: DeviceBuffer<f32>,     // [value heads, T, 4]
 }
 
+/// Activations of chunks.
+pub struct KdaScratch {
+    triangles: DeviceBuffer<bf16>, // [heads, T, KDA_TRIANGLES, KDA_CHUNK]
+    norms: DeviceBuffer<f32>,      // [heads, T, 2]
+}
+
 impl Recur for CudaBackend {
     type State = State;
     type DeltaScratch = DeltaScratch;
+    type KdaScratch = KdaScratch;
 
     fn state(&self, slots: usize, shape: StateShape) -> Result<State> {
         Ok(State {
@@ -157,11 +166,20 @@ impl Recur for CudaBackend {
             x.bf16(), state.inputs.address(), sequences, channels as i32, width as i32);
     }
 
+    fn kda_scratch(&self, config: &Kda, max_tokens: usize) -> Result<KdaScratch> {
+        let chunked = if max_tokens < CHUNKED_FROM { 0 } else { max_tokens * config.num_heads };
+        Ok(KdaScratch {
+            triangles: DeviceBuffer::new(&self.cuda, chunked * KDA_TRIANGLES * KDA_CHUNK)?,
+            norms: DeviceBuffer::new(&self.cuda, chunked * 2)?,
+        })
+    }
+
     fn kda(
         &self,
         state: &mut State,
         batch: &CudaBatch,
         rule: &KdaRule<'_, Self>,
+        scratch: &mut KdaScratch,
         KdaInputs { qkv, decay, beta, gate }: KdaInputs<'_, Self>,
         out: &mut Tensor,
     ) {
@@ -182,8 +200,20 @@ impl Recur for CudaBackend {
         };
         let gates =
             KdaGates { f: decay.bf16(), b: beta.f32(), rates: rule.rates.address(), dt_bias: rule.dt_bias.address() };
-        launch!(self.cuda, stream, kernels::kda_rule, [heads, dim.div_ceil(KDA_COLUMNS), batch.sequences()];
-            qkv.bf16(), gates, state.heads.address(), out.bf16(), sequences, shape);
+        if batch.shortest() < CHUNKED_FROM {
+            launch!(self.cuda, stream, kernels::kda_rule, [heads, dim.div_ceil(KDA_COLUMNS), batch.sequences()];
+                qkv.bf16(), gates, state.heads.address(), out.bf16(), sequences, shape);
+        }
+        if batch.longest() >= CHUNKED_FROM {
+            let (triangles, norms) = (scratch.triangles.address(), scratch.norms.address());
+            let grid = [heads, batch.longest().div_ceil(KDA_CHUNK), batch.sequences()];
+            launch!(self.cuda, stream, kernels::kda_within, grid;
+                qkv.bf16(), gates, triangles, norms, sequences, shape, batch.rows() as i32);
+            let grid = [heads, dim.div_ceil(ACROSS_COLUMNS), batch.sequences()];
+            launch!(self.cuda, stream, kernels::kda_across, grid;
+                qkv.bf16(), gates, triangles, norms, state.heads.address(), out.bf16(), sequences, shape,
+                batch.rows() as i32);
+        }
         let shape = DeltaShape {
             key_heads: heads as i32,
             value_heads: heads as i32,
@@ -219,9 +249,17 @@ impl Recur for CudaBackend {
         };
         let weights =
             Mamba2Weights { rates: rule.rates.address(), dt_bias: rule.dt_bias.address(), skip: rule.skip.address() };
-        let grid = [heads, config.head_dim.div_ceil(SSM_COLUMNS), batch.sequences()];
-        launch!(self.cuda, stream, kernels::mamba2_scan, grid;
-            xbc.bf16(), dt.f32(), weights, state.heads.address(), out.bf16(), sequences, shape);
+        let (xbc, dt, states) = (xbc.bf16(), dt.f32(), state.heads.address());
+        if batch.shortest() < CHUNKED_FROM {
+            let grid = [heads, config.head_dim.div_ceil(SSM_COLUMNS), batch.sequences()];
+            launch!(self.cuda, stream, kernels::mamba2_scan, grid;
+                xbc, dt, weights, states, out.bf16(), sequences, shape);
+        }
+        if batch.longest() >= CHUNKED_FROM {
+            let grid = [heads, config.head_dim.div_ceil(ACROSS_COLUMNS), batch.sequences()];
+            launch!(self.cuda, stream, kernels::mamba2_across, grid;
+                xbc, dt, weights, states, out.bf16(), sequences, shape);
+        }
         launch!(self.cuda, stream, kernels::mamba2_norm, [batch.rows(), config.num_groups, 1];
             out.bf16(), z.bf16(), rule.norm.address(), shape);
     }

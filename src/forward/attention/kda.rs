@@ -90,6 +90,7 @@ pub(super) struct Buffers<B: Backend> {
     ranks: Option<[B::Tensor; 2]>, // [T, rank]: what decay and gate are made of
     beta: B::Tensor,               // [T, num_heads], f32
     out: B::Tensor,                // [T, inner_dim]
+    scratch: B::KdaScratch,
 }
 
 impl<B: Backend> Buffers<B> {
@@ -106,11 +107,12 @@ impl<B: Backend> Buffers<B> {
             },
             beta: backend.tensor_f32(max_tokens, a.num_heads)?,
             out: tensor(a.inner_dim())?,
+            scratch: backend.kda_scratch(a, max_tokens)?,
         })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
-        let Self { qkv, mixed, decay, gate, ranks, beta, out } = self;
+        let Self { qkv, mixed, decay, gate, ranks, beta, out, scratch: _ } = self;
         for t in [qkv, mixed, decay, gate, beta, out].into_iter().chain(ranks.iter_mut().flatten()) {
             backend.set_rows(t, rows);
         }
@@ -120,7 +122,7 @@ impl<B: Backend> Buffers<B> {
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
     Layer { config, weights: w, cache, .. }: Layer<'_, B, Kda, Weights<B>>,
-    Buffers { qkv, mixed, decay, gate, ranks, beta, out }: &mut Buffers<B>,
+    Buffers { qkv, mixed, decay, gate, ranks, beta, out, scratch }: &mut Buffers<B>,
     h: &mut B::Tensor,
     stream: &mut Stream<'_, B>,
 ) -> Result<()> {
@@ -139,6 +141,6 @@ pub(super) fn attention<B: Backend>(
     let state = cache.state();
     backend.convolve(state, step.batch, (&w.taps, None), qkv, mixed);
     let rule = KdaRule { config, rates: &w.rates, dt_bias: &w.dt_bias, norm: &w.norm, eps };
-    backend.kda(state, step.batch, &rule, KdaInputs { qkv: mixed, decay, beta, gate }, out);
+    backend.kda(state, step.batch, &rule, scratch, KdaInputs { qkv: mixed, decay, beta, gate }, out);
     join(backend, Partial::Product(&w.o, out), stream)
 }
