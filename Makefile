@@ -1,5 +1,5 @@
 # The dev profile is optimized (see Cargo.toml), so that tests run fast without the long link of a release build.
-.PHONY: test lint kernels emulator python attack
+.PHONY: test lint kernels emulator python sglang attack
 
 # Of the Python package, of what writes GGUF files for tests/gguf.rs, and of what chat templates are held against.
 PYTHON = target/python/bin
@@ -53,6 +53,13 @@ python: $(PYTHON)/maturin
 $(PYTHON)/maturin:
 	python3 -m venv target/python
 	$(PYTHON)/pip install --quiet clang-format==23.1.5 gguf jinja2 maturin mypy numpy pytest
+
+# A whole SGLang server on a GPU: with Moebius's experts, beside all experts on the GPU. Skipped by name elsewhere.
+# $(SGLANG) is a Python with both: pip install sglang ./python
+SGLANG = python3
+
+sglang:
+	$(SGLANG) python/tests/sglang_server.py
 
 # What a hostile client, model, hub or disk might do, against a release build; the report is target/attack/report.md.
 MINUTES = 30
