@@ -187,6 +187,8 @@ fn the_same_weights_give_the_same_logits() {
         // Key/value heads of the layers that have some; layers without are convolutions.
         ("lfm2_moe", &[]),
         ("kimi_linear", &[]),
+        // Rates with the other sign; gates of one projection.
+        ("bailing_hybrid", &[]),
         // Experts by token in a tensor of 32 bits; connections of streams outside of layers.
         ("deepseek_v4", &[]),
         // And an indexer with pooled keys beside Kimi delta attention.

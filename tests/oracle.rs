@@ -328,6 +328,37 @@ fn glm4_moe_lite() {
     check_loaded("glm4_moe_lite", &fixture, loaded);
 }
 
+/// DeepSeek-V4 has a ratio for the layers that draft, whose tensors are `mtp.`; Ling 3 has such a layer behind the others.
+#[test]
+fn draft_layers_are_read_past() {
+    for (name, of_drafts, config) in [
+        ("deepseek_v4", "mtp.0", json!({"num_nextn_predict_layers": 1})),
+        ("bailing_hybrid", "model.layers.4", json!({"num_nextn_predict_layers": 1})),
+    ] {
+        let fixture = Fixture::open(name);
+        let copy = Checkpoint::copy_of(&fixture.dir);
+        copy.config(config);
+        copy.json("config.json", |config| {
+            if let Some(ratios) = config["compress_ratios"].as_array_mut() {
+                ratios.push(0.into());
+            }
+        });
+        copy.tensors("model.safetensors", |header, data| {
+            let first = if of_drafts == "mtp.0" { "layers.0." } else { "model.layers.0." };
+            for (tensor, mut entry) in header.as_object().unwrap().clone() {
+                let Some(part) = tensor.strip_prefix(first) else { continue };
+                let [start, end] = [0, 1].map(|i| entry["data_offsets"][i].as_u64().unwrap() as usize);
+                entry["data_offsets"] = json!([data.len(), data.len() + end - start]);
+                data.extend_from_within(start..end);
+                header[format!("{of_drafts}.{part}")] = entry;
+            }
+        });
+        let loaded = common::load(&copy.dir(), &exact());
+        assert_eq!(loaded.model.config().draft_layers, 1);
+        check_loaded(name, &fixture, loaded);
+    }
+}
+
 /// MiMo-V2.5 joins queries, keys and values, in as many parts as full layers have KV heads.
 #[test]
 fn mimo_v2() {

@@ -28,19 +28,21 @@ impl<'a, B: Backend> Loader<'a, B> {
         self.backend.load_norm(self.source.vector(name, len)?.map(|w| w + self.model.norm_offset))
     }
 
-    /// How fast the states of the layer part `name` decay, `exp(A_log)`, `[heads]`. GGUF files have minus that.
+    /// How fast the states of the layer part `name` decay, `exp(A_log)`, `[heads]`. GGUF files have minus that, and
+    /// of Ling 3 that itself.
     pub(super) fn rates(&self, name: &str, heads: usize) -> Result<HostTensor<'a>> {
-        let negative = format!("{name}.A");
-        if !self.source.has(&negative) {
+        let signed = format!("{name}.A");
+        if !self.source.has(&signed) {
             return Ok(self.source.vector(&format!("{name}.A_log"), heads)?.map(f32::exp));
         }
-        let a = self.source.vector(&negative, heads)?;
-        if a.to_f32().iter().any(|a| *a > 0.0) {
+        let a = self.source.vector(&signed, heads)?;
+        let positive = a.to_f32().iter().filter(|a| **a > 0.0).count();
+        if positive > 0 && positive < heads {
             return Err(Error::Model(format!(
-                "tensor `{negative}` holds positive numbers, which are no decay: convert the model again"
+                "tensor `{signed}` holds numbers of both signs, which are no decays: convert the model again"
             )));
         }
-        Ok(a.map(|a| -a))
+        Ok(a.map(f32::abs))
     }
 
     /// The tensor `name` of a single number; whatever where memory is only counted.

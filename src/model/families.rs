@@ -142,6 +142,7 @@ pub const GGUF: &[Gguf] = &[
     cohere2_moe::GGUF,
     lfm2_moe::GGUF,
     kimi_linear::GGUF,
+    kimi_linear::GGUF_HYBRID,
     nemotron_h::GGUF_MOE,
     granite::GGUF,
 ];
@@ -308,6 +309,34 @@ mod tests {
         assert!(error("mamba9").contains("`mamba9` is not supported; supported are deepseek_v2, "));
         assert!(error("glm4").contains("`glm4` is not supported; the nearest ones that are: glm4_moe"));
         assert!(error("minimax_m1").contains("the nearest ones that are: minimax_m2"));
+    }
+
+    /// GLM-5.3-Flash as its vendor's file describes it, and as transformers writes it.
+    #[test]
+    fn both_configs_of_glm_5_3_say_the_same() {
+        let common = serde_json::json!({
+            "model_type": "glm5_next_text", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16, "qk_rope_head_dim": 0, "v_head_dim": 16, "vocab_size": 100, "mla_use_nope": true,
+            "index_n_heads": 2, "index_head_dim": 16, "index_topk": 32, "index_kpool": 4, "n_routed_experts": 8,
+            "num_experts_per_tok": 2, "n_shared_experts": 1, "swiglu_limit": 10.0, "hc_mult": 4,
+            "hc_sinkhorn_iters": 20, "max_position_embeddings": 4096, "mlp_layer_types": ["dense", "sparse"]
+        });
+        let with = |fields: serde_json::Value| {
+            let mut config = common.clone();
+            fields.as_object().unwrap().iter().for_each(|(name, value)| config[name] = value.clone());
+            from_json(&config).unwrap()
+        };
+        let vendors = with(serde_json::json!({
+            "layer_types": ["linear_attention", "deepseek_sparse_attention"],
+            "linear_attn_config": {"num_heads": 2, "head_dim": 24, "short_conv_kernel_size": 3,
+                "gate_lower_bound": -4.0, "kda_layers": [0], "full_attn_layers": [1]},
+        }));
+        let transformers = with(serde_json::json!({
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 2, "linear_head_dim": 24,
+            "linear_conv_kernel_dim": 3, "linear_lower_bound": -4.0,
+        }));
+        assert_eq!(vendors.layers, transformers.layers);
     }
 
     /// The same model as the hub's files and as transformers 5 describe it.

@@ -63,6 +63,7 @@ ARCHITECTURES = {
     "minimax_m3_vl_text": ("minimax-m3", gguf.MODEL_ARCH.GLM4_MOE),
     "deepseek_v4": ("deepseek4", gguf.MODEL_ARCH.DEEPSEEK2),
     "glm5_next_text": ("glm5-next", gguf.MODEL_ARCH.KIMI_LINEAR),
+    "bailing_hybrid": ("bailingmoe3", gguf.MODEL_ARCH.KIMI_LINEAR),
 }
 # All that DeepSeek-V4 has outside of its experts.
 DEEPSEEK4 = {
@@ -244,6 +245,13 @@ def renamed(arch, c):
             "num_experts_per_tok": c["num_experts_per_token"],
             "max_position_embeddings": c["model_max_length"],
         }
+    if arch == "bailingmoe3":
+        group, layers = c["layer_group_size"], c["num_hidden_layers"]
+        attends = [(layer + 1) % group == 0 or layer >= layers // group * group for layer in range(layers)]
+        return c | {
+            "num_key_value_heads": [int(attending) for attending in attends],
+            "shared_expert_intermediate_size": c["moe_intermediate_size"],
+        }
     if arch == "nemotron_h_moe":
         blocks = c["hybrid_override_pattern"]
         return c | {
@@ -362,6 +370,21 @@ def add_metadata(w, arch, c, fixture, experts):
             w.add_uint32(f"glm5-next.{key}", c[field])
         w.add_bool("glm5-next.attention.indexer.kpool_select_tail", c["index_kpool_always_select_tail"])
         w.add_float32("glm5-next.kda.gate_lower_bound", c["linear_lower_bound"])
+    if arch == "bailingmoe3":
+        w.add_ssm_conv_kernel(c["short_conv_kernel_size"])
+        w.add_uint32("bailingmoe3.kda.head_dim", c["head_dim"])
+        w.add_bool("bailingmoe3.kda.safe_gate", c["kda_safe_gate"])
+        w.add_float32("bailingmoe3.kda.gate_lower_bound", c["kda_lower_bound"])
+        w.add_kv_lora_rank(c["kv_lora_rank"])
+        w.add_rope_dimension_count(c["qk_rope_head_dim"])
+        w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+        w.add_value_length_mla(c["v_head_dim"])
+        w.add_leading_dense_block_count(c["first_k_dense_replace"])
+        w.add_expert_shared_count(c["num_shared_experts"])
+        w.add_expert_weights_scale(c["routed_scaling_factor"])
+        w.add_expert_weights_norm(c["norm_topk_prob"])
+        w.add_expert_group_count(c["n_group"])
+        w.add_expert_group_used_count(c["topk_group"])
     if arch == "kimi-linear":
         w.add_ssm_conv_kernel(c["linear_attn_config"]["short_conv_kernel_size"])
         w.add_uint32("kimi-linear.kda.head_dim", c["linear_attn_config"]["head_dim"])
@@ -604,8 +627,16 @@ def model(fixture, out, types, split, fuse, old, changes):
 
     def name_of(stem):
         stem = stem.replace("language_model.", "").replace(".final_layernorm", ".shared_head.norm")
-        part = re.sub(r"^model\.(layers\.\d+\.)?", "", stem)
         layer = re.search(r"layers\.(\d+)", stem)
+        if arch == "bailingmoe3":
+            stem = stem.replace(".attention.", ".self_attn.").replace("self_attn.dense", "self_attn.o_proj")
+            stem = stem.replace("word_embeddings", "embed_tokens")
+            if stem.endswith("self_attn.f_proj"):
+                return f"blk.{layer[1]}.ssm_f_a"
+            if stem.endswith("self_attn.g_proj"):
+                attends = c["num_key_value_heads"][int(layer[1])]
+                return f"blk.{layer[1]}.{'attn_gate' if attends else 'ssm_g_a'}"
+        part = re.sub(r"^model\.(layers\.\d+\.)?", "", stem)
         return (f"blk.{layer[1]}." if layer else "") + NAMES[part] if part in NAMES else table.get_name(stem)
 
     options = {"split_max_tensors": split} if split else {}
@@ -696,7 +727,8 @@ def model(fixture, out, types, split, fuse, old, changes):
             stand_for[key] = add(name, values, Type.F32 if small else types[0])
             continue
         if suffix in ("e_score_correction_bias", "router_bias", "expert_bias"):
-            name = f"{block}.exp_probs_b" + (".bias" if suffix != "expert_bias" or arch == "lfm2moe" else "")
+            has_ending = suffix != "expert_bias" or arch in ("lfm2moe", "bailingmoe3")
+            name = f"{block}.exp_probs_b" + (".bias" if has_ending else "")
             stand_for[key] = add(name, values.squeeze(), Type.F32).reshape(values.shape)
             continue
         if values.dtype == np.int64:  # is metadata
@@ -752,7 +784,7 @@ def model(fixture, out, types, split, fuse, old, changes):
                     data = mxfp4_blocks(of(values), of(tensors[key.replace("_blocks", "_scales")]))
                     w.add_tensor(f"{block}.ffn_{part}_exps.weight", data, raw_dtype=Type.MXFP4)
             continue
-        if stem.endswith("kv_b_proj") and arch in (*LATENTS, "kimi-linear", "glm5-next"):
+        if stem.endswith("kv_b_proj") and arch in (*LATENTS, "kimi-linear", "glm5-next", "bailingmoe3"):
             heads, v = c["num_attention_heads"], c["v_head_dim"]
             by_head = values.reshape(heads, -1, c["kv_lora_rank"])
             k_b, v_b = by_head[:, :-v], by_head[:, -v:]
@@ -771,7 +803,9 @@ def model(fixture, out, types, split, fuse, old, changes):
             continue
         if key.endswith(".A_log"):
             order = orders.get("heads", np.arange(len(values)))
-            add(f"{block}.ssm_a", -np.exp(values.astype(np.float64)).astype(np.float32)[order], Type.F32)
+            rates = np.exp(values.astype(np.float64)).astype(np.float32)[order]
+            # Of this one alone the converter keeps the sign.
+            add(f"{block}.ssm_a", rates.reshape(-1, 1) if arch == "bailingmoe3" else -rates, Type.F32)
             stand_for[key] = values
             continue
         if key.endswith(".dt_bias"):

@@ -33,14 +33,10 @@ pub(super) fn text(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect("attention_bias", false.into())?;
     f.expect("qk_rope_head_dim", 0.into())?;
     f.expect("index_kpool_always_select_tail", true.into())?;
-    let head_dim = f.heads("linear_head_dim")?;
-    let kda = Kda {
-        num_heads: f.heads("linear_num_heads")?,
-        head_dim,
-        conv_width: f.within("linear_conv_kernel_dim", 2..=MAX_CONV_WIDTH)?,
-        decay: KdaDecay::Bounded { lower: f.f64_or("linear_lower_bound", -5.0)? as f32 },
-        gate_rank: Some(head_dim),
-    };
+    f.expect("mla_use_nope", true.into())?;
+    f.expect("mhc", true.into())?;
+    f.expect("index_kpool_compress", true.into())?;
+    let kda = kda(f)?;
     let latent = f.dim("q_lora_rank")?;
     let nope = f.dim("qk_nope_head_dim")?;
     let mla = Mla {
@@ -63,7 +59,12 @@ pub(super) fn text(f: &Fields<'_>) -> Result<ModelConfig> {
     {
         return Err(Error::Model("field `indexer_types` names layers that share a choice; full ones are known".into()));
     }
-    let kinds = f.layer_kinds("layer_types", ["full_attention", "linear_attention"])?;
+    // The published config says deepseek_sparse_attention, HF's own full_attention.
+    let full = match f.texts("layer_types")? {
+        Some(kinds) if kinds.contains(&"full_attention") => "full_attention",
+        _ => "deepseek_sparse_attention",
+    };
+    let kinds = f.layer_kinds("layer_types", [full, "linear_attention"])?;
     let is_full = |layer: usize| kinds.as_ref().map_or(layer % 4 == 3, |kinds| kinds[layer]);
     let attention = |layer| if is_full(layer) { Attention::Mla(mla.clone()) } else { Attention::Kda(kda.clone()) };
     let activation = activation(f)?;
@@ -78,6 +79,24 @@ pub(super) fn text(f: &Fields<'_>) -> Result<ModelConfig> {
     let layers = super::layers(f, attention, ffn)?;
     let connected = |layer| LayerConfig { residual: Residual::Connected(connections), ..layer };
     super::model(f, layers.into_iter().map(connected).collect())
+}
+
+/// Kimi delta attention: in an object of its own, as published, or among the other fields, as HF writes them.
+fn kda(f: &Fields<'_>) -> Result<Kda> {
+    let of = |f: &Fields<'_>, [heads, dim, width, lower]: [&str; 4]| {
+        let head_dim = f.heads(dim)?;
+        Ok(Kda {
+            num_heads: f.heads(heads)?,
+            head_dim,
+            conv_width: f.within(width, 2..=MAX_CONV_WIDTH)?,
+            decay: KdaDecay::Bounded { lower: f.f64_or(lower, -5.0)? as f32 },
+            gate_rank: Some(head_dim),
+        })
+    };
+    match f.object("linear_attn_config")? {
+        Some(linear) => of(&linear, ["num_heads", "head_dim", "short_conv_kernel_size", "gate_lower_bound"]),
+        None => of(f, ["linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "linear_lower_bound"]),
+    }
 }
 
 /// Hyper-connections; `last`: what the output head reads.

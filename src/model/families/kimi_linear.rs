@@ -65,6 +65,14 @@ pub(super) fn kimi_linear(f: &Fields<'_>) -> Result<ModelConfig> {
 pub(super) fn bailing_hybrid(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
     f.expect("score_function", "sigmoid".into())?;
+    f.expect("no_kda_lora", true.into())?;
+    f.expect("use_mla_nope", false.into())?;
+    f.expect("gated_attention_proj_granularity_type", "head_wise".into())?;
+    for limits in ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list"] {
+        if f.each_layer_or(limits, 0.0)?.iter().any(|limit| *limit != 0.0) {
+            f.refuse(limits)?;
+        }
+    }
     let kda = Kda {
         num_heads: f.heads("num_attention_heads")?,
         head_dim: f.head_dim()?,
@@ -75,10 +83,11 @@ pub(super) fn bailing_hybrid(f: &Fields<'_>) -> Result<ModelConfig> {
         },
         gate_rank: None,
     };
-    let group = f.dim("layer_group_size")?;
+    // Layers behind the last whole group are its kind's too (inclusionAI's modeling_bailing_moe_v3).
+    let (group, num_layers) = (f.dim("layer_group_size")?, f.num_layers()?);
+    let is_mla = |layer: usize| (layer + 1).is_multiple_of(group) || layer >= num_layers / group * group;
     let mla = Mla { head_gate: true, ..mla(f, true)? };
-    let attention =
-        |layer| if (layer + 1) % group == 0 { Attention::Mla(mla.clone()) } else { Attention::Kda(kda.clone()) };
+    let attention = |layer| if is_mla(layer) { Attention::Mla(mla.clone()) } else { Attention::Kda(kda.clone()) };
     let router = Router {
         correction_bias: f.bool_or("moe_router_enable_expert_bias", true)?,
         groups: groups(f, "n_group")?,
@@ -87,12 +96,16 @@ pub(super) fn bailing_hybrid(f: &Fields<'_>) -> Result<ModelConfig> {
         ..Router::new(f.top_k()?, Scoring::Sigmoid)
     };
     let layers = super::layers(f, attention, ffn(f, moe(f, router)?)?)?;
-    let names = Names {
-        embedding: "word_embeddings",
-        attention: "attention",
-        o: "dense",
-        correction_bias: "mlp.gate.expert_bias",
-        ..Names::COMMON
+    // In GGUF files they are as most families'.
+    let names = match f.bool_or("common_names", false)? {
+        true => Names::COMMON,
+        false => Names {
+            embedding: "word_embeddings",
+            attention: "attention",
+            o: "dense",
+            correction_bias: "mlp.gate.expert_bias",
+            ..Names::COMMON
+        },
     };
     Ok(ModelConfig { names, ..super::model(f, layers)? })
 }
@@ -141,8 +154,9 @@ fn groups(f: &Fields<'_>, count: &str) -> Result<Option<Groups>> {
 
 fn moe(f: &Fields<'_>, router: Router) -> Result<Moe> {
     let width = f.dim("moe_intermediate_size")?;
-    let shared = f.count_or("num_shared_experts", 0)?;
-    let shared = (shared > 0).then(|| SharedExpert::plain(Mlp::silu(shared.saturating_mul(width))));
+    let (shared, of_shared) =
+        (f.count_or("num_shared_experts", 0)?, f.optional_dim("moe_shared_expert_intermediate_size")?.unwrap_or(width));
+    let shared = (shared > 0).then(|| SharedExpert::plain(Mlp::silu(shared.saturating_mul(of_shared))));
     Ok(Moe { shared, ..Moe::new(f.num_experts(&["num_experts"])?, width, router) })
 }
 
@@ -199,6 +213,55 @@ pub(super) const GGUF: Gguf = Gguf {
             "first_k_dense_replace": header.number("leading_dense_block_count"),
             "moe_renormalize": header.normalized(true),
             "num_expert_group": header.number("expert_group_count"),
+        }))
+    },
+};
+
+/// What GGUF files call tensors of Ling 3, whose gates are one projection. Layers of either attention have one named
+/// alike.
+const GGUF_LING: Tensors<10> = [
+    ("ssm_conv1d_q.weight", "self_attn.q_conv1d.weight"),
+    ("ssm_conv1d_k.weight", "self_attn.k_conv1d.weight"),
+    ("ssm_conv1d_v.weight", "self_attn.v_conv1d.weight"),
+    ("ssm_f_a.weight", "self_attn.f_proj.weight"),
+    ("ssm_g_a.weight", "self_attn.g_proj.weight"),
+    ("attn_gate.weight", "self_attn.g_proj.weight"),
+    ("ssm_beta.weight", "self_attn.b_proj.weight"),
+    ("ssm_a", "self_attn.A"),
+    ("ssm_dt.bias", "self_attn.dt_bias"),
+    ("ssm_norm.weight", "self_attn.o_norm.weight"),
+];
+
+/// `bailing_hybrid` in GGUF files.
+pub(super) const GGUF_HYBRID: Gguf = Gguf {
+    names: GgufNames { architecture: "bailingmoe3", tensors: &GGUF_LING, permuted: &[] },
+    model_types: &["bailing_hybrid"],
+    config: |header| {
+        let is_kda = header.each_layer(|layer| header.has(&format!("model.layers.{layer}.self_attn.f_proj.weight")));
+        // The first layer that is none ends a group.
+        let group = is_kda.iter().position(|kda| !*kda).map(|layer| layer + 1);
+        let rope = header.need("rope.dimension_count")?;
+        Ok(json!({
+            "model_type": "bailing_hybrid",
+            "common_names": true,
+            "layer_group_size": group,
+            "num_key_value_heads": header.number("attention.head_count"),
+            "head_dim": header.need("kda.head_dim")?,
+            "short_conv_kernel_size": header.need("ssm.conv_kernel")?,
+            "kda_safe_gate": header.metadata.own("kda.safe_gate"),
+            "kda_lower_bound": header.metadata.own("kda.gate_lower_bound"),
+            "q_lora_rank": header.number("attention.q_lora_rank"),
+            "kv_lora_rank": header.need("attention.kv_lora_rank")?,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": header.number("attention.key_length_mla").and_then(|head| head.checked_sub(rope)),
+            "v_head_dim": header.need("attention.value_length_mla")?,
+            "num_experts": header.experts(),
+            "num_shared_experts": header.number("expert_shared_count"),
+            "first_k_dense_replace": header.number("leading_dense_block_count"),
+            "norm_topk_prob": header.normalized(true),
+            "moe_shared_expert_intermediate_size": header.number("expert_shared_feed_forward_length"),
+            "expert_swiglu_limit_list": header.metadata.own("swiglu_clamp_exp"),
+            "share_expert_swiglu_limit_list": header.metadata.own("swiglu_clamp_shexp"),
         }))
     },
 };
