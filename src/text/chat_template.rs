@@ -37,6 +37,9 @@ const MAX_FILE_BYTES: u64 = 8 << 20;
 /// Maximum bytes of a rendered text; less for a small conversation, see [`text_limit`].
 const MAX_TEXT_BYTES: usize = 32 << 20;
 
+/// Templates of models whose checkpoints have a program instead, by `model_type`.
+const BUILT_IN: [(&str, &str); 1] = [("deepseek_v4", include_str!("chat_template/deepseek_v4.jinja"))];
+
 /// The command line of child processes.
 static COMMAND: OnceLock<Vec<OsString>> = OnceLock::new();
 
@@ -89,12 +92,13 @@ impl ChatTemplate {
     ///
     /// Errors: `Error::Model` when it cannot be compiled within its limits.
     pub fn load(dir: &Path) -> Result<Option<Self>> {
+        Self::read(dir, None)
+    }
+
+    fn read(dir: &Path, built_in: Option<&str>) -> Result<Option<Self>> {
         let config = read_small_json(&dir.join("tokenizer_config.json"))?;
-        let Some(source) =
-            read_source(&dir.join("chat_template.jinja"))?.or_else(|| default_template(&config["chat_template"]))
-        else {
-            return Ok(None);
-        };
+        let own = read_source(&dir.join("chat_template.jinja"))?.or_else(|| default_template(&config["chat_template"]));
+        let Some(source) = own.or_else(|| built_in.map(String::from)) else { return Ok(None) };
         let map = read_small_json(&dir.join("special_tokens_map.json"))?;
         let mut special_tokens = Map::new();
         for (name, value) in [&map, &config].into_iter().filter_map(|v| v.as_object()).flatten() {
@@ -111,6 +115,14 @@ impl ChatTemplate {
             other => other,
         };
         Self::compile(&source, special_tokens).map(Some).map_err(remedy)
+    }
+
+    /// As [`load`](ChatTemplate::load); where a checkpoint has none, Moebius's own for its `model_type`.
+    ///
+    /// Errors: as [`load`](ChatTemplate::load).
+    pub fn of(dir: &Path, model_type: &str) -> Result<Option<Self>> {
+        let own = BUILT_IN.iter().find(|(name, _)| *name == model_type);
+        Self::read(dir, own.map(|(_, source)| *source))
     }
 
     /// Compiles a template. Errors: `Error::Model` when it is malformed, or cannot be compiled within its limits.
@@ -318,6 +330,64 @@ mod tests {
         write("chat_template.jinja", "{% for %}");
         let error = ChatTemplate::load(dir.path()).err().unwrap().to_string();
         assert!(error.contains("chat template cannot be used") && !error.contains('\n'), "{error}");
+    }
+
+    /// Held against what the vendor's encoding_dsv4.py makes of the same messages.
+    #[test]
+    fn deepseek_v4_has_a_template_of_ours() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(ChatTemplate::of(dir.path(), "deepseek_v3").unwrap().is_none());
+        let config = r#"{"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"}"#;
+        std::fs::write(dir.path().join("tokenizer_config.json"), config).unwrap();
+        let template = ChatTemplate::of(dir.path(), "deepseek_v4").unwrap().unwrap();
+        let calls = json!([{"id": "1", "type": "function", "function": {
+            "name": "get_weather", "arguments": {"city": "São \"P\"", "days": 2}}}]);
+        let messages = json!([
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Ho", "reasoning_content": "Hm."}, {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": null, "reasoning_content": "Ask.", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "1", "content": "no"}, {"role": "user", "content": "So?"}
+        ]);
+        let tools =
+            json!([{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]);
+        let render = |tools: Option<Value>, kwargs: Value| {
+            let kwargs = kwargs.as_object().unwrap().clone();
+            let options = RenderOptions { add_generation_prompt: true, tools, kwargs };
+            template.render(messages.as_array().unwrap(), &options).unwrap()
+        };
+        const CALL: &str = "\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"get_weather\">\n<｜DSML｜parameter \
+                            name=\"city\" string=\"true\">São \"P\"</｜DSML｜parameter>\n<｜DSML｜parameter \
+                            name=\"days\" string=\"false\">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n\
+                            </｜DSML｜tool_calls><｜end▁of▁sentence｜><｜User｜><tool_result>no</tool_result>\n\nSo?";
+        // Thoughts of past turns are gone, but for those between tools.
+        assert_eq!(
+            render(None, json!({})),
+            format!(
+                "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜></think>Ho<｜end▁of▁sentence｜><｜User｜>Rain?\
+                 <｜Assistant｜></think>{CALL}<｜Assistant｜><think>"
+            )
+        );
+        let with_tools = render(Some(tools.clone()), json!({}));
+        let (head, rest) = with_tools.split_once("<｜User｜>").unwrap();
+        assert!(head.starts_with("<｜begin▁of▁sentence｜>Be brief.\n\n## Tools\n\nYou have access to a set of tools"));
+        assert!(head.ends_with(
+            "### Available Tool Schemas\n\n{\"name\": \"get_weather\", \"parameters\": {\"type\": \"object\"}}\n\nYou \
+             MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
+        ));
+        assert_eq!(
+            rest,
+            format!(
+                "Hi<｜Assistant｜><think>Hm.</think>Ho<｜end▁of▁sentence｜><｜User｜>Rain?<｜Assistant｜><think>Ask.\
+                 </think>{CALL}<｜Assistant｜><think>"
+            )
+        );
+        let silent = render(Some(tools), json!({"enable_thinking": false}));
+        assert!(silent.ends_with("So?<｜Assistant｜></think>") && !silent.contains("Hm."));
+        let effort = render(None, json!({"reasoning_effort": "high"}));
+        assert!(effort.starts_with("<｜begin▁of▁sentence｜>Reasoning Effort: Absolute maximum with no shortcuts"));
+        // The checkpoint's own comes first.
+        std::fs::write(dir.path().join("chat_template.jinja"), "own").unwrap();
+        assert_eq!(ChatTemplate::of(dir.path(), "deepseek_v4").unwrap().unwrap().source(), "own");
     }
 
     #[test]

@@ -205,7 +205,8 @@ impl TextSide {
     /// Reads it from a model's folder.
     pub fn of(description: &Description) -> Result<Self> {
         // The template first: it refuses files that are too large to be read, and the tokenizer reads some of them too.
-        let template = ChatTemplate::load(&description.dir)?;
+        let model_type = description.config["model_type"].as_str().unwrap_or_default();
+        let template = ChatTemplate::of(&description.dir, model_type)?;
         let tokenizer = Tokenizer::of(description)?;
         let markers = template.as_ref().map(|template| Markers::of(&tokenizer, template.source())).transpose()?;
         Ok(Self { tokenizer, template, markers, sampling: GenerationConfig::of(description).sampling })

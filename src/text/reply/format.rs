@@ -343,7 +343,7 @@ pub(super) const GLM: CallFormat = CallFormat {
 
 /// The same without line ends.
 pub(super) const GLM_47: CallFormat = CallFormat {
-    models: "GLM-4.7, Laguna S, Spark",
+    models: "GLM-4.7, 5 and 5.3-Flash, Laguna S, Spark",
     marks: &["<tool_call>", "</arg_key><arg_value>"],
     name: Name::Line(""),
     arguments: ArgumentForm::Parameters(Frame {
