@@ -15,7 +15,7 @@
 //   mean_streams     out = 1 / streams * sum over streams of x_s
 //
 // Widths are multiples of 8 unless said.
-#include "common.cuh"
+#include "streams.cuh"
 
 constexpr int STREAM_THREADS = 256, STREAM_NUMBERS = 4 * STREAM_THREADS; // of a block of mix_streams
 constexpr int NGRAM_CHANNELS = 2 * STREAM_THREADS, NGRAM_TOKENS = 32;    // of a block of convolve_ngrams
@@ -154,67 +154,35 @@ KERNEL(keep_ngrams, STREAM_THREADS, 0, const bf16* normed, float* kept, const in
     }
 }
 
-// Of hyper-connections, whose products have a row of w for each number.
-constexpr int MAX_STREAMS = 4, PRODUCT_ROWS = MAX_STREAMS * (MAX_STREAMS + 2), PRODUCT_TOKENS = 4;
-
-// shares[t, row] for PRODUCT_TOKENS tokens and up to ROWS rows from `first` on; all sums of a row have one order.
-template <int ROWS>
-__device__ __forceinline__ void product_of_streams(const float* x, const float* w, const float* base,
-    const float* scale, float* shares, int width, int rows, int streams, int tokens, float eps, int first) {
+// The product for few tokens (streams_product.cu has it for many): a block has a row for PRODUCT_TOKENS tokens.
+// grid (rows, ceil(tokens / PRODUCT_TOKENS))
+constexpr int PRODUCT_TOKENS = 4;
+KERNEL(streams_product_row, STREAM_THREADS, 0, PRODUCT_ARGUMENTS) {
+    __shared__ float2 sums[STREAM_THREADS / WARP][PRODUCT_TOKENS]; // products and squares
     begin_kernel();
-    __shared__ float sums[STREAM_THREADS / WARP][PRODUCT_TOKENS * (ROWS + 1)];
-    const int t = blockIdx.y * PRODUCT_TOKENS, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    float acc[PRODUCT_TOKENS][ROWS + 1] = {};
+    const int row = blockIdx.x, t = blockIdx.y * PRODUCT_TOKENS, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    float2 acc[PRODUCT_TOKENS] = {};
     for (int i = 4 * threadIdx.x; i < width; i += STREAM_NUMBERS) {
-        float4 of_tokens[PRODUCT_TOKENS];
+        const float4 g = four_of(w + (size_t)row * width + i);
 #pragma unroll
         for (int j = 0; j < PRODUCT_TOKENS; j++) {
-            of_tokens[j] = four_of(x + (size_t)min(t + j, tokens - 1) * width + i);
-            const float4 v = of_tokens[j];
-            acc[j][ROWS] += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            const float4 g = four_of(w + (size_t)min(first + r, rows - 1) * width + i);
-#pragma unroll
-            for (int j = 0; j < PRODUCT_TOKENS; j++) {
-                const float4 v = of_tokens[j];
-                acc[j][r] += v.x * g.x + v.y * g.y + v.z * g.z + v.w * g.w;
-            }
+            const float4 v = four_of(x + (size_t)min(t + j, tokens - 1) * width + i);
+            acc[j].x += v.x * g.x + v.y * g.y + v.z * g.z + v.w * g.w;
+            acc[j].y += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
         }
     }
 #pragma unroll
-    for (int j = 0; j < PRODUCT_TOKENS; j++)
-#pragma unroll
-        for (int r = 0; r <= ROWS; r++) {
-            const float sum = warp_sum(acc[j][r]);
-            if (lane == 0) sums[warp][j * (ROWS + 1) + r] = sum;
-        }
+    for (int j = 0; j < PRODUCT_TOKENS; j++) {
+        const float2 sum = make_float2(warp_sum(acc[j].x), warp_sum(acc[j].y));
+        if (lane == 0) sums[warp][j] = sum;
+    }
     __syncthreads();
-    for (int i = threadIdx.x; i < PRODUCT_TOKENS * ROWS; i += STREAM_THREADS) {
-        const int j = i / ROWS, r = i % ROWS, row = first + r;
-        if (t + j >= tokens || row >= rows) continue;
-        float sum = 0.0f, squares = 0.0f;
-        for (int k = 0; k < STREAM_THREADS / WARP; k++) {
-            sum += sums[k][j * (ROWS + 1) + r];
-            squares += sums[k][j * (ROWS + 1) + ROWS];
-        }
+    if (const int j = threadIdx.x; j < PRODUCT_TOKENS && t + j < tokens) {
+        float2 all = make_float2(0.0f, 0.0f);
+        for (int k = 0; k < STREAM_THREADS / WARP; k++) all.x += sums[k][j].x, all.y += sums[k][j].y;
         shares[(size_t)(t + j) * rows + row] =
-            sum * rsqrtf(squares / width + eps) * scale[min(row / streams, 2)] + base[row];
+            all.x * rsqrtf(all.y / width + eps) * scale[min(row / streams, 2)] + base[row];
     }
-}
-
-#define PRODUCT_ARGUMENTS                                                                                              \
-    const float *x, const float *w, const float *base, const float *scale, float *shares, int width, int rows,         \
-        int streams, int tokens, float eps
-
-// Few tokens: a block has a row. grid (rows, ceil(tokens / PRODUCT_TOKENS))
-KERNEL(streams_product_row, STREAM_THREADS, 0, PRODUCT_ARGUMENTS) {
-    product_of_streams<1>(x, w, base, scale, shares, width, rows, streams, tokens, eps, blockIdx.x);
-}
-// Many: a block has all rows. The same grid, of one column
-KERNEL(streams_product_rows, STREAM_THREADS, 0, PRODUCT_ARGUMENTS) {
-    product_of_streams<PRODUCT_ROWS>(x, w, base, scale, shares, width, rows, streams, tokens, eps, 0);
 }
 
 // x [T, streams * hidden], out [T, hidden], f32. Behind `streams` numbers for pre, shares become post and C; where

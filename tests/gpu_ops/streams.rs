@@ -11,6 +11,8 @@ use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, 
 const F32: Within = Within { each: 1e-5, of_rms: 1e-5, rms: 1e-5 };
 /// The same, of numbers that are divided twenty times.
 const CONNECTED: Within = Within { each: 5e-5, of_rms: 5e-5, rms: 5e-5 };
+/// The same, of many tokens: products are those of numbers with 16 bits.
+const SPLIT: Within = Within { each: 1e-4, of_rms: 2e-4, rms: 5e-5 };
 /// Rounded once to bf16 after such sums, or from a gate that was.
 const TWICE: Within = Within { each: 3.0 * ROUNDING, of_rms: ROUNDING, rms: ROUNDING };
 
@@ -83,7 +85,7 @@ fn streams_are_mixed_and_get_their_shares() {
 fn streams_are_connected() {
     need_gpu!();
     let sides = Sides::new();
-    for (rows, hidden, count) in [(1, 96, 4), (5, 2560, 4), (33, 136, 2), (70, 1032, 3)] {
+    for (rows, hidden, count) in [(1, 96, 4), (5, 2560, 4), (32, 520, 4), (33, 136, 2), (70, 1032, 3)] {
         let of = Connections { count, iterations: 20, eps: 1e-6, last: LastRead::Shares };
         let (width, what) = (count * hidden, format!("{rows} rows of {count} streams of {hidden}"));
         let (x, y) = (random(rows * width, 11), random(rows * hidden, 12));
@@ -110,7 +112,7 @@ fn streams_are_connected() {
         });
         let parts = ["weighed", "collapsed", "shares", "connected", "mean"];
         for ((part, got), want) in parts.iter().zip(&got).zip(&want) {
-            check(&format!("{part}, {what}"), got, want, CONNECTED);
+            check(&format!("{part}, {what}"), got, want, if rows > 32 { SPLIT } else { CONNECTED });
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Several residual streams on the device, and what n-grams add to them (kernels/streams.cu).
+//! Several residual streams on the device, and what n-grams add to them (kernels/streams.cu and streams_product.cu).
 
 use half::bf16;
 
@@ -10,10 +10,11 @@ use crate::backend::{ConnectWeights, NgramInputs, NgramNorms, Streams};
 use crate::cuda::kernels::streams::{
     MAX_STREAMS, NGRAM_CHANNELS, NGRAM_TOKENS, PRODUCT_ROWS, PRODUCT_TOKENS, STREAM_NUMBERS, STREAM_THREADS,
 };
+use crate::cuda::kernels::streams_product::PRODUCT_TILE;
 use crate::cuda::{DeviceBuffer, kernels, launch};
 use crate::model::Connections;
 
-/// Tokens up to which a block has a row of a connection's product; beyond, all rows of a few tokens.
+/// Tokens up to which a block has a row of a connection's product; beyond, tensor cores have all rows.
 const FEW_TOKENS: usize = 32;
 
 impl Streams for CudaBackend {
@@ -70,11 +71,11 @@ impl Streams for CudaBackend {
     ) {
         let (stream, numbers) = (&self.cuda.compute, shares.cols);
         assert!(of.count <= MAX_STREAMS && numbers <= PRODUCT_ROWS && x.cols == of.count * out.cols);
-        let (kernel, across) = match x.rows <= FEW_TOKENS {
-            true => (kernels::streams_product_row, numbers),
-            false => (kernels::streams_product_rows, 1),
+        let (kernel, grid) = match x.rows <= FEW_TOKENS {
+            true => (kernels::streams_product_row, [numbers, x.rows.div_ceil(PRODUCT_TOKENS), 1]),
+            false => (kernels::streams_product_tile, [x.rows.div_ceil(PRODUCT_TILE), 1, 1]),
         };
-        launch!(self.cuda, stream, kernel, [across, x.rows.div_ceil(PRODUCT_TOKENS), 1];
+        launch!(self.cuda, stream, kernel, grid;
             x.f32(), w.of_streams.address(), w.base.address(), w.scale.address(), shares.f32(), x.cols as i32,
             numbers as i32, of.count as i32, x.rows as i32, eps);
         launch!(self.cuda, stream, kernels::collapse_streams, [out.cols.div_ceil(STREAM_NUMBERS), x.rows, 1];
