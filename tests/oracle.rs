@@ -328,7 +328,8 @@ fn glm4_moe_lite() {
     check_loaded("glm4_moe_lite", &fixture, loaded);
 }
 
-/// DeepSeek-V4 has a ratio for the layers that draft, whose tensors are `mtp.`; Ling 3 has such a layer behind the others.
+/// DeepSeek-V4 has a ratio for the layers that draft, whose tensors are `mtp.`; Ling 3 has such a layer behind the
+/// others.
 #[test]
 fn draft_layers_are_read_past() {
     for (name, of_drafts, config) in [
