@@ -19,6 +19,14 @@ fn eval(cache: &Path, args: &[&str]) -> Output {
         .unwrap()
 }
 
+/// What a command says: its output and its errors.
+fn moebius(cache: &Path, args: &[&str]) -> [String; 2] {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moebius"));
+    command.args(args).env("XDG_CACHE_HOME", cache).env("HF_HOME", cache.join("hf"));
+    let output = command.env("HF_ENDPOINT", "http://127.0.0.1:1").output().unwrap();
+    [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap())
+}
+
 fn json(output: &Output) -> Value {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
@@ -89,12 +97,7 @@ fn a_text_that_experts_are_calibrated_with_costs_less() {
     std::fs::write(&text, TEXT.repeat(60)).unwrap();
     std::fs::write(&short, TEXT).unwrap();
     let (text, short) = (text.to_str().unwrap(), short.to_str().unwrap());
-    let moebius = |args: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_moebius"));
-        command.args(args).env("XDG_CACHE_HOME", dir.path()).env("HF_HOME", dir.path().join("hf"));
-        let output = command.env("HF_ENDPOINT", "http://127.0.0.1:1").output().unwrap();
-        [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap())
-    };
+    let moebius = |args: &[&str]| moebius(dir.path(), args);
     let [_, few] = moebius(&["cache", "build", "demo", "--calibrate", short]);
     assert!(few.contains("too few for 8 experts: give 256 at least"), "{few}");
     let [_, absent] = moebius(&["eval", "demo", "--text", text, "--calibrate", text]);
@@ -109,6 +112,54 @@ fn a_text_that_experts_are_calibrated_with_costs_less() {
     };
     let [plain, calibrated] = [loss(&[]), loss(&["--calibrate", text])];
     assert!(calibrated < 0.8 * plain, "{calibrated} of {plain}");
+}
+
+/// Of the demo model's shape, but for the experts' inputs: `hidden` numbers, whose last `silent` nobody reads.
+fn importance_matrix(path: &Path, hidden: usize, silent: usize) {
+    let string = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
+    let (mut infos, mut data, mut count) = (Vec::new(), Vec::new(), 0u64);
+    let mut tensor = |name: String, inputs: usize, number: &dyn Fn(usize) -> f32| {
+        infos.extend([string(&name), 2u32.to_le_bytes().to_vec()].concat());
+        infos.extend([inputs as u64, 8].map(u64::to_le_bytes).concat());
+        infos.extend([&0u32.to_le_bytes()[..], &(data.len() as u64).to_le_bytes()].concat());
+        data.extend((0..8 * inputs).flat_map(|i| number(i % inputs).to_le_bytes()));
+        count += 1;
+    };
+    for layer in 0..3 {
+        for (of, inputs, silent) in [("up", hidden, silent), ("gate", hidden, silent), ("down", 128, 0)] {
+            let name = |what: &str| format!("blk.{layer}.ffn_{of}_exps.weight.{what}");
+            tensor(name("in_sum2"), inputs, &|i| if i < inputs - silent { 40.0 } else { 0.0 });
+            tensor(name("counts"), 1, &|_| 20.0);
+        }
+    }
+    let pair = [string("general.type"), 8u32.to_le_bytes().to_vec(), string("imatrix")].concat();
+    let head = [&b"GGUF"[..], &3u32.to_le_bytes(), &count.to_le_bytes(), &1u64.to_le_bytes(), &pair].concat();
+    let mut bytes = [head, infos].concat();
+    bytes.resize(bytes.len().next_multiple_of(32), 0);
+    std::fs::write(path, [bytes, data].concat()).unwrap();
+}
+
+#[test]
+fn an_importance_matrix_stands_in_for_a_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let [even, uneven, other] = ["even.gguf", "uneven.gguf", "other.gguf"].map(|name| dir.path().join(name));
+    importance_matrix(&even, 256, 0);
+    importance_matrix(&uneven, 256, 200);
+    importance_matrix(&other, 128, 0);
+    let text = text(dir.path());
+    let loss = |matrix: &Path| {
+        let matrix = matrix.to_str().unwrap();
+        let [path, stderr] = moebius(dir.path(), &["cache", "build", "demo", "--calibrate", matrix]);
+        assert!(path.trim_end().ends_with(".moebius"), "{path} {stderr}");
+        let flags = ["--text", text.to_str().unwrap(), "--context", "64", "--json", "--against"];
+        let with = [&flags[..], &["--calibrate", matrix]].concat();
+        json(&eval(dir.path(), &with))["against"]["kl_mean"].as_f64().unwrap()
+    };
+    // What the matrix says counts: inputs that nobody seems to read lose more.
+    let [even, uneven] = [loss(&even), loss(&uneven)];
+    assert!(even < 0.9 * uneven, "{even} beside {uneven}");
+    let [_, stderr] = moebius(dir.path(), &["cache", "build", "demo", "--calibrate", other.to_str().unwrap()]);
+    assert!(stderr.contains("give an importance matrix of this model"), "{stderr}");
 }
 
 #[test]
