@@ -49,7 +49,6 @@ fn one_of(all: &[impl std::fmt::Display]) -> String {
     }
 }
 
-named!(ExpertBits: Auto "auto", Bf16 "bf16", Int8 "int8", Int4 "int4");
 named!(DenseBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
 named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Int8 "int8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
@@ -68,6 +67,36 @@ pub enum ExpertBits {
     Int8,
     /// 4-bit codes, group scales, int8 activations.
     Int4,
+    /// INT4, and more where it pays, in so many hundredths of a bit for each weight with its scales.
+    Within(u16),
+}
+
+impl Display for ExpertBits {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match *self {
+            ExpertBits::Auto => f.pad("auto"),
+            ExpertBits::Bf16 => f.pad("bf16"),
+            ExpertBits::Int8 => f.pad("int8"),
+            ExpertBits::Int4 => f.pad("int4"),
+            ExpertBits::Within(hundredths) => f.pad(&format!("auto:{}bpw", f64::from(hundredths) / 100.0)),
+        }
+    }
+}
+
+impl std::str::FromStr for ExpertBits {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let bits = name.strip_prefix("auto:").and_then(|bits| bits.strip_suffix("bpw"));
+        match (name, bits.and_then(|bits| bits.parse::<f64>().ok())) {
+            ("auto", _) => Ok(ExpertBits::Auto),
+            ("bf16", _) => Ok(ExpertBits::Bf16),
+            ("int8", _) => Ok(ExpertBits::Int8),
+            ("int4", _) => Ok(ExpertBits::Int4),
+            (_, Some(bits)) if (0.0..=16.0).contains(&bits) => Ok(ExpertBits::Within((bits * 100.0).round() as u16)),
+            _ => Err(format!("{name:?} is unknown: use auto, bf16, int8, int4, or a size such as auto:4.5bpw")),
+        }
+    }
 }
 
 impl ExpertBits {
@@ -77,7 +106,7 @@ impl ExpertBits {
             ExpertBits::Auto => kept.unwrap_or(Precision::int4(32)),
             ExpertBits::Bf16 => Precision::Bf16,
             ExpertBits::Int8 => Precision::int8(32),
-            ExpertBits::Int4 => Precision::int4(32),
+            ExpertBits::Int4 | ExpertBits::Within(_) => Precision::int4(32),
         }
     }
 }
@@ -246,8 +275,8 @@ engine_config! {
     #[command(next_help_heading = "Engine")]
     struct PackedChoices {
         /// Precision of the routed experts; auto keeps the precision of a quantized checkpoint and converts others to
-        /// int4.
-        #[arg(long, default_value = "auto", value_parser = choice_of(&ExpertBits::ALL))]
+        /// int4; auto:4.5bpw adds bits to int4 where they pay, up to 4.5 for each weight.
+        #[arg(long, default_value = "auto", value_name = "auto|bf16|int8|int4|auto:4.5bpw")]
         experts: ExpertBits,
         /// Inputs that share one scale [default: the checkpoint's group size, else the largest that divides].
         #[arg(long, value_parser = choice_of(&GROUP_SIZES))]
@@ -413,11 +442,18 @@ mod tests {
 
     #[test]
     fn precisions_are_named_as_they_are_given() {
-        for bits in ExpertBits::ALL {
+        use ExpertBits::{Auto, Bf16, Int4, Int8, Within};
+        for bits in [Auto, Bf16, Int8, Int4, Within(450), Within(487)] {
             assert_eq!(bits.to_string().parse(), Ok(bits));
         }
-        let unknown = "INT4".parse::<ExpertBits>();
-        assert_eq!(unknown, Err("\"INT4\" is unknown: use auto, bf16, int8 or int4".into()));
+        assert_eq!(Within(450).to_string(), "auto:4.5bpw");
+        for wrong in ["INT4", "auto:4.5", "auto:bpw", "auto:-1bpw", "auto:NaNbpw", "auto:17bpw"] {
+            assert!(wrong.parse::<ExpertBits>().is_err_and(|e| e.contains("auto:4.5bpw")), "{wrong}");
+        }
+        for bits in DenseBits::ALL {
+            assert_eq!(bits.to_string().parse(), Ok(bits));
+        }
+        assert_eq!("INT4".parse::<DenseBits>(), Err("\"INT4\" is unknown: use bf16, int8 or int4".into()));
     }
 
     #[test]

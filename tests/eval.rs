@@ -163,6 +163,20 @@ fn an_importance_matrix_stands_in_for_a_text() {
 }
 
 #[test]
+fn a_budget_of_bits_is_spent_where_it_pays() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = text(dir.path());
+    let run = |experts: &str| {
+        let flags = ["--text", text.to_str().unwrap(), "--context", "64", "--json", "--against", "--device", "cpu"];
+        json(&eval(dir.path(), &[&flags[..], &["--experts", experts]].concat()))["against"]["kl_mean"].as_f64().unwrap()
+    };
+    let [plain, more] = ["int4", "auto:4.6bpw"].map(run);
+    assert!(more < 0.8 * plain, "{more} beside {plain}");
+    let [_, stderr] = moebius(dir.path(), &["cache", "build", "demo", "--experts", "auto:4bpw"]);
+    assert!(stderr.contains("int4-g128 alone takes 4.125 bits"), "{stderr}");
+}
+
+#[test]
 fn what_cannot_be_measured_is_refused_in_a_sentence() {
     let dir = tempfile::tempdir().unwrap();
     let text = text(dir.path());

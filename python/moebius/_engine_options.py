@@ -10,9 +10,9 @@ from typing import Literal, TypedDict
 class EngineOptions(TypedDict, total=False):
     """Keywords of `moebius.LLM`. A missing keyword, or None, means the default."""
 
-    experts: Literal["auto", "bf16", "int8", "int4"] | None
-    """Precision of the routed experts; auto keeps the precision of a quantized checkpoint and converts others to int4
-    [default: auto]."""
+    experts: str | None
+    """Precision of the routed experts; auto keeps the precision of a quantized checkpoint and converts others to int4;
+    auto:4.5bpw adds bits to int4 where they pay, up to 4.5 for each weight [default: auto]."""
 
     group_size: Literal[32, 64, 128] | None
     """Inputs that share one scale [default: the checkpoint's group size, else the largest that divides]."""

@@ -211,7 +211,7 @@ def test_options(llm: LLM, cache: str) -> None:
     ("how", "kind", "words"),
     [
         ({"max_contxt": 64}, TypeError, "did you mean 'max_context'"),
-        ({"experts": "int3"}, ValueError, "possible values: auto, bf16"),
+        ({"experts": "int3"}, ValueError, "use auto, bf16"),
         ({"threads": 0}, ValueError, "give at least 1"),
         ({"lock": "yes"}, TypeError, "True or False"),
         ({"max_context": "many"}, ValueError, "invalid value 'many'"),

@@ -84,7 +84,8 @@ mod tests {
         for (flag, message) in [
             (
                 "--experts=int3",
-                "invalid value 'int3' for '--experts <EXPERTS>' [possible values: auto, bf16, int8, int4]",
+                "invalid value 'int3' for '--experts <auto|bf16|int8|int4|auto:4.5bpw>': \"int3\" is unknown: use \
+                 auto, bf16, int8, int4, or a size such as auto:4.5bpw",
             ),
             ("--threads=0", "--threads is 0: give at least 1"),
             ("--max-contxt=1", "unexpected argument '--max-contxt' found"),

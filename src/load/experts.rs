@@ -14,7 +14,7 @@ use super::cache::{cache_dir, cache_job, calibrated, calibration_name};
 use super::folder::{Description, ModelFolder};
 use super::machine::Machine;
 use super::place::place;
-use crate::config::EngineConfig;
+use crate::config::{EngineConfig, ExpertBits};
 use crate::experts::{Epilogue, ExpertMemory, ExpertService};
 use crate::{Error, Result};
 
@@ -93,6 +93,10 @@ pub fn pack_experts(arrays: ExpertArrays<'_>, config: &EngineConfig, machine: &M
             ))
         })
     };
+    if let ExpertBits::Within(_) = config.experts {
+        let what = format!("--experts {} chooses for the layers of a model: give int4 or int8", config.experts);
+        return Err(Error::Invalid(what));
+    }
     let chosen = config.experts.precision(None);
     let precision = if chosen.codes().is_some() { chosen.in_groups(group_size()?) } else { chosen };
     let contents = Contents {

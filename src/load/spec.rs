@@ -3,7 +3,7 @@
 use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::codec::{Quantization, Source, kept_by_all};
-use moebius_cache::pack::{ExpertPrecision, GROUP_SIZES, Precisions, largest_group_size};
+use moebius_cache::pack::{CodeType, ExpertKind, ExpertPrecision, GROUP_SIZES, Precisions, largest_group_size};
 
 use super::cache::cache_job;
 use crate::config::{CPU_BATCH_TOKENS, EngineConfig, ExpertBits};
@@ -172,10 +172,79 @@ fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): &Kept) -> R
                 ))
             }),
     };
+    if let ExpertBits::Within(hundredths) = config.experts {
+        if kept.is_some() {
+            return Err(Error::Invalid(format!(
+                "--experts {}: the checkpoint is quantized, and its codes are kept: use --experts auto",
+                config.experts
+            )));
+        }
+        let plain = Precision::int4(group_size()?);
+        let layers = model.moe_layers().count();
+        return within(f64::from(hundredths) / 100.0, &in_steps(plain), moe.expert_kind(), layers).map(Some);
+    }
     let chosen = config.experts.precision(kept);
     if (config.group_size, Some(chosen)) == (None, kept) && chosen.unit() != chosen.group_size().unwrap_or(1) {
         return Ok(Some(chosen.into())); // a super-block has its own groups
     }
     let precision = if chosen.codes().is_some() { chosen.in_groups(group_size()?) } else { chosen };
     Ok(Some(precision.with_scales(kept.unwrap_or(Precision::Bf16).scales()).into()))
+}
+
+/// From INT4 to INT8, where more bits pay most first: `down` loses as much as gate and up together on a trained model,
+/// and to it groups of 32 and then a fifth bit bring the most for their size (docs/precision.md).
+fn in_steps(plain: Precision) -> Vec<ExpertPrecision> {
+    let [int4, int5, int8] = [Precision::int4(32), Precision::Q5_0, Precision::int8(32)];
+    let steps = [(plain, plain), (plain, int4), (plain, int5), (int4, int5), (int5, int5), (int5, int8), (int8, int8)];
+    steps.into_iter().map(|(gate, down)| ExpertPrecision { gate, down }).collect()
+}
+
+/// The last of `steps` that all layers have room for in `budget` bits for each weight, and the next one in as many
+/// layers, spread evenly, as the rest suffices for. Errors: there is no room for the first.
+fn within(budget: f64, steps: &[ExpertPrecision], kind: ExpertKind, layers: usize) -> Result<Precisions> {
+    let bits = |of: Precision| {
+        let (codes, group) = (of.codes().map_or(16, CodeType::bits), of.group_size().unwrap_or(usize::MAX));
+        codes as f64 + (8 * of.scales().bytes()) as f64 / group as f64
+    };
+    let of = |step: &ExpertPrecision| match kind {
+        ExpertKind::Gated => (2.0 * bits(step.gate) + bits(step.down)) / 3.0,
+        ExpertKind::Ungated => (bits(step.gate) + bits(step.down)) / 2.0,
+    };
+    let Some(last) = steps.iter().rposition(|step| of(step) <= budget) else {
+        return Err(Error::Invalid(format!(
+            "--experts auto:{budget}bpw: {} alone takes {} bits for each weight: give at least as many",
+            steps[0].gate,
+            of(&steps[0])
+        )));
+    };
+    let Some(next) = steps.get(last + 1) else { return Ok(steps[last].gate.into()) };
+    let share = (budget - of(&steps[last])) / (of(next) - of(&steps[last]));
+    let more = (share * layers as f64 + 1e-6) as usize; // of a whole number rounding may have left less
+    let has_more = |i: usize| (i + 1) * more / layers > i * more / layers;
+    Ok((0..layers).map(|i| if has_more(i) { *next } else { steps[last] }).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_bits_go_where_they_pay_within_a_budget() {
+        let [g32, g128, int5, int8] = [Precision::int4(32), Precision::int4(128), Precision::Q5_0, Precision::int8(32)];
+        let steps = in_steps(g128);
+        let of = |budget: f64| within(budget, &steps, ExpertKind::Gated, 8).unwrap();
+        assert_eq!([of(4.125), of(16.0)], [g128.into(), int8.into()]);
+        assert_eq!((0..8).filter(|&i| of(4.24).layer(i).down == g32).count(), 7);
+        let half = of(4.5);
+        let downs: Vec<Precision> = (0..8).map(|i| half.layer(i).down).collect();
+        assert_eq!(downs, [g32, int5, int5, int5, g32, int5, int5, int5]);
+        assert!((0..8).all(|i| half.layer(i).gate == g128));
+        let error = within(4.1, &steps, ExpertKind::Gated, 8).unwrap_err().to_string();
+        assert!(error.contains("auto:4.1bpw") && error.contains("4.125 bits"), "{error}");
+        for steps in [in_steps(g32), in_steps(g128)] {
+            for layers in [1, 7] {
+                within(4.9, &steps, ExpertKind::Ungated, layers).unwrap();
+            }
+        }
+    }
 }
