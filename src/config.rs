@@ -50,6 +50,7 @@ fn one_of(all: &[impl std::fmt::Display]) -> String {
 }
 
 named!(DenseBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
+named!(ActivationBits: Eight "8", Sixteen "16");
 named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Int8 "int8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
 named!(ExpertsMemory: Auto "auto", Map "map", Copy "copy");
@@ -223,6 +224,16 @@ pub enum PrefillOn {
     Gpu,
 }
 
+/// What activations are next to weights in integers of 2 to 8 bits, on the CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum ActivationBits {
+    /// 8-bit codes, group scales.
+    #[default]
+    Eight,
+    /// The sum of two of these.
+    Sixteen,
+}
+
 /// Storage of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum KvBits {
@@ -296,6 +307,9 @@ engine_config! {
         /// Precision of attention, shared experts, dense layers and the output head.
         #[arg(long, default_value = "bf16", value_parser = choice_of(&DenseBits::ALL))]
         dense: DenseBits,
+        /// Bits of activations next to weights in integers on the CPU; 16 is to compare with.
+        #[arg(long, default_value = "8", value_parser = choice_of(&ActivationBits::ALL))]
+        activations: ActivationBits,
         /// Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16, int8 half.
         #[arg(long, default_value = "bf16", value_parser = choice_of(&KvBits::ALL))]
         kv: KvBits,

@@ -142,6 +142,8 @@ pub struct EngineInfo {
     pub dense: String,
     /// Precision of keys and values.
     pub kv: String,
+    /// Bits of activations next to weights in integers on the CPU.
+    pub activations: String,
     /// Layers.
     pub layers: usize,
     /// Numbers of a residual stream.
@@ -167,6 +169,13 @@ pub struct EngineInfo {
 }
 
 impl EngineInfo {
+    /// What runs in which precision, in a line.
+    pub fn precisions(&self) -> String {
+        let Self { experts, dense, kv, activations, .. } = self;
+        let bits = if activations == "8" { "" } else { ", 16-bit activations" };
+        format!("{experts} experts, {dense} dense, {kv} kv{bits}")
+    }
+
     /// The residual streams.
     pub fn stream_shape(&self) -> StreamShape {
         StreamShape { streams: self.streams, hidden_size: self.hidden_size }
@@ -302,6 +311,7 @@ pub fn start_loaded(
         experts: loaded.precision.as_ref().map_or("none".into(), |p| p.to_string()),
         dense: config.dense.to_string(),
         kv: config.kv.to_string(),
+        activations: config.activations.to_string(),
         layers: loaded.model.config().layers.len(),
         hidden_size: loaded.model.config().hidden_size,
         streams: loaded.model.config().streams().streams,

@@ -7,13 +7,14 @@
 //! shared          what has no order to exploit, written once and compiled for each instruction set
 //! scalar          the truth
 //! avx2, avx_vnni, avx512, amx
+//! halves          activations of 16 bits next to integers, on any of them
 //! ```
 //!
 //! The order of every sum is part of an operation's definition, so a wider instruction set changes its speed only.
 //!
 //! All weights are packed tiles of 16 rows (`moebius_cache::pack`), and [`Kernel::matmul`] is the one product over
 //! them: of BF16 and FP8 weights with activations split into two bf16 numbers, of integer weights with activations
-//! quantized to 8 bits. [`Activations`] are both.
+//! quantized to 8 bits, or twice. [`Activations`] are all of these.
 //!
 //! Numbers so small that a product of theirs is subnormal (below 2^-126) are outside of the promise of equal bits.
 //!
@@ -28,6 +29,7 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx_vnni;
+mod halves;
 pub mod random;
 mod scalar;
 mod shared;
@@ -37,6 +39,7 @@ use half::bf16;
 use moebius_cache::pack::MatrixLayout;
 
 pub use self::activations::{ActivationRows, Activations, ActivationsMut};
+pub use self::halves::halves;
 pub(crate) use self::tiles::fetch;
 pub use self::tiles::{Ahead, Tiles};
 use crate::{Error, Result};
@@ -219,6 +222,11 @@ pub trait Kernel: Send + Sync {
     /// Shapes: `x` and `codes` `[n]`, `scales` and `sums` [n / group]. A group too small to invert (below 1e-35)
     /// becomes zeros; one that is not finite keeps a scale that is not finite.
     fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
+
+    /// Rows of codes whose sum a row of activations is, next to integer weights: 1 or 2.
+    fn code_rows(&self) -> usize {
+        1
+    }
 
     /// f32 numbers that hold 32 split inputs of a row, see [`split`](Kernel::split).
     fn split_words(&self) -> usize;

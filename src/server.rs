@@ -251,7 +251,7 @@ impl App {
             "sampling": sampling(self.model()?.sampling()),
         });
         let mut setup = json!(info);
-        for name in ["architecture", "experts", "dense", "kv", "device", "simd", "threads"] {
+        for name in ["architecture", "experts", "dense", "kv", "activations", "device", "simd", "threads"] {
             description[name] = setup[name].take();
         }
         Ok(description)

@@ -6,7 +6,7 @@ mod common;
 
 use common::{Run, demo_dir, folder, load_model, small, step};
 use moebius::backend::batch::Batch;
-use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
+use moebius::config::{ActivationBits, DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
 use moebius::forward::block_pool::BlockPool;
 use moebius::load::{LoadProgress, Loaded};
 
@@ -35,15 +35,15 @@ fn prompt(len: usize, seed: u32) -> Vec<u32> {
 /// Each model in the precisions that take different ways through the kernels.
 fn for_each_model(test: impl Fn(&str, &mut Loaded)) {
     for model in MODELS {
-        for (experts, dense) in [
-            (ExpertBits::Int4, DenseBits::Bf16),
-            (ExpertBits::Int8, DenseBits::Int8),
-            (ExpertBits::Bf16, DenseBits::Bf16),
-            (ExpertBits::Int4, DenseBits::Int4),
+        for (experts, dense, activations) in [
+            (ExpertBits::Int4, DenseBits::Bf16, ActivationBits::Eight),
+            (ExpertBits::Int8, DenseBits::Int8, ActivationBits::Eight),
+            (ExpertBits::Bf16, DenseBits::Bf16, ActivationBits::Eight),
+            (ExpertBits::Int4, DenseBits::Int4, ActivationBits::Sixteen),
         ] {
-            let config = EngineConfig { experts, dense, ..Default::default() };
+            let config = EngineConfig { experts, dense, activations, ..Default::default() };
             let mut loaded = load_model(model, &config);
-            test(&format!("{model} {experts:?} {dense:?}"), &mut loaded);
+            test(&format!("{model} {experts:?} {dense:?} {activations}"), &mut loaded);
         }
     }
 }

@@ -27,6 +27,9 @@ class EngineOptions(TypedDict, total=False):
     dense: Literal["bf16", "int8", "int4"] | None
     """Precision of attention, shared experts, dense layers and the output head [default: bf16]."""
 
+    activations: Literal[8, 16] | None
+    """Bits of activations next to weights in integers on the CPU; 16 is to compare with [default: 8]."""
+
     kv: Literal["bf16", "bf16x2", "int8"] | None
     """Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16, int8 half [default:
     bf16]."""

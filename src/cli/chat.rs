@@ -102,8 +102,13 @@ fn converse(
     let mut editor = Editor::new(history)?;
     let info = model.engine().info();
     screen.note(&format!(
-        "{} · {} experts, {} dense, {} kv · context {} · threads {} · {} · ready in {:.1} s",
-        info.model, info.experts, info.dense, info.kv, info.max_context, info.threads, info.simd, info.ready_s
+        "{} · {} · context {} · threads {} · {} · ready in {:.1} s",
+        info.model,
+        info.precisions(),
+        info.max_context,
+        info.threads,
+        info.simd,
+        info.ready_s
     ))?;
     screen.note("Ctrl-C stops an answer, Ctrl-D leaves, /help shows the commands.")?;
     let mut interrupted = false;

@@ -150,9 +150,12 @@ pub(crate) fn run(args: Args) -> Result<()> {
 
     let info = model.engine().info();
     let announcement = format!(
-        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)\nchat page: \
+        "serving {} at {url}/v1 ({}, {} context, ready in {:.1} s)\nchat page: \
          {url}\n{keys}",
-        info.model, info.experts, info.dense, info.kv, info.max_context, info.ready_s
+        info.model,
+        info.precisions(),
+        info.max_context,
+        info.ready_s
     );
     server.set_model(model);
     // Serving does not wait for a reader of stdout.

@@ -5,6 +5,8 @@
 //! BF16, FP8        parts  [ceil(k / 32)][stride][split_words] f32, see `Kernel::split`
 //! ```
 //!
+//! Where a kernel has several rows of codes to a row, these lie one after the other.
+//!
 //! Rows of one block of inputs lie one after the other, so any 16 rows in a row are an AMX tile as they lie. The stride
 //! is odd: blocks of inputs, which follow each other in time, fall into different sets of the caches.
 #![allow(unsafe_code)]
@@ -31,6 +33,7 @@ pub struct Activations {
     group: usize, // 0: split, not quantized
     words: usize, // of 32 split inputs
     rows: usize,
+    code_rows: usize, // to a row, 1 or 2
     stride: usize,
     codes: Buffer<i8>,
     scales: Buffer<f32>,
@@ -41,8 +44,9 @@ pub struct Activations {
 impl Activations {
     /// Begins with `rows` rows whose contents are whatever was there before; grows when there was never so much.
     pub fn start(&mut self, kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> ActivationsMut<'_> {
-        (self.k, self.rows, self.stride) = (k, rows, rows | 1);
         (self.group, self.words) = (group_of(precision), kernel.split_words());
+        self.code_rows = code_rows_of(kernel, self.group);
+        (self.k, self.rows, self.stride) = (k, rows, (rows * self.code_rows) | 1);
         let lens = lens(kernel, precision, k, rows);
         // To make a heap is to allocate, which a decode step must not.
         if !self.holds(lens) {
@@ -75,12 +79,13 @@ impl Activations {
     }
 
     fn shared(&mut self) -> ActivationsMut<'_> {
-        let Self { k, group, words, rows, stride, .. } = *self;
+        let Self { k, group, words, rows, code_rows, stride, .. } = *self;
         ActivationsMut {
             k,
             group,
             words,
             rows,
+            code_rows,
             stride,
             codes: Shared::new(&mut self.codes),
             scales: Shared::new(&mut self.scales),
@@ -92,11 +97,12 @@ impl Activations {
     /// Some rows, to multiply with.
     pub fn rows(&self, rows: Range<usize>) -> ActivationRows<'_> {
         assert!(rows.end <= self.rows && !rows.is_empty());
-        let Self { k, group, words, stride, .. } = *self;
+        let Self { k, group, words, code_rows, stride, .. } = *self;
         ActivationRows {
             k,
             group,
             words,
+            code_rows,
             stride,
             first: rows.start,
             len: rows.len(),
@@ -113,8 +119,14 @@ fn group_of(precision: Precision) -> usize {
     precision.group_size().filter(|_| precision.takes_integers()).unwrap_or(0)
 }
 
+/// Rows of codes to a row of activations in groups of `group`.
+fn code_rows_of(kernel: &dyn Kernel, group: usize) -> usize {
+    if group > 0 { kernel.code_rows() } else { 1 }
+}
+
 /// Numbers of `codes`, `scales`, `sums` and `parts`.
 fn lens(kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> [usize; 4] {
+    let rows = rows.saturating_mul(code_rows_of(kernel, group_of(precision)));
     // A config that lies has more blocks than a number holds.
     let blocks = |blocks: usize| blocks.saturating_mul(rows | 1);
     // A kernel may read whole tiles of rows, whose results it then forgets.
@@ -131,6 +143,7 @@ pub struct ActivationsMut<'a> {
     group: usize,
     words: usize,
     rows: usize,
+    code_rows: usize,
     stride: usize,
     codes: Shared<'a, i8>,
     scales: Shared<'a, f32>,
@@ -166,30 +179,47 @@ impl ActivationsMut<'_> {
             }
             return;
         }
-        let mut codes = [0; 128];
-        let codes = &mut codes[..self.group];
+        let (mut codes, mut left) = ([0; 128], [0.0; 128]);
+        let (codes, left) = (&mut codes[..self.group], &mut left[..self.group]);
         for (g, x) in x.chunks_exact(self.group).enumerate() {
             let (mut scale, mut sum) = ([0.0], [0]);
             kernel.quantize(x, self.group, codes, &mut scale, &mut sum);
-            for row in rows.clone() {
-                // SAFETY: these numbers belong to the row, and the row to the caller, as promised.
-                unsafe {
-                    for (i, codes) in codes.chunks(CODES).enumerate() {
-                        let input = g * self.group + i * CODES;
-                        let at = (input / CODES * self.stride + row) * CODES + input % CODES;
-                        let to = self.codes.slice_mut(at..at + codes.len());
-                        if let (Ok(to), Ok(from)) = (<&mut [i8; 16]>::try_from(&mut *to), <&[i8; 16]>::try_from(codes))
-                        {
-                            *to = *from;
-                        }
-                        for (to, from) in to.as_chunks_mut::<32>().0.iter_mut().zip(codes.as_chunks::<32>().0) {
-                            *to = *from;
-                        }
-                    }
-                    let at = g * self.stride + row;
-                    self.scales.slice_mut(at..at + 1)[0] = scale[0];
-                    self.sums.slice_mut(at..at + 1)[0] = sum[0];
+            // SAFETY: as promised by the caller.
+            unsafe { self.put_codes(g, rows.clone().map(|row| row * self.code_rows), codes, (scale[0], sum[0])) };
+            if self.code_rows == 2 {
+                for ((left, code), x) in left.iter_mut().zip(&*codes).zip(x) {
+                    *left = x - f32::from(*code) * scale[0];
                 }
+                kernel.quantize(left, self.group, codes, &mut scale, &mut sum);
+                // SAFETY: as promised by the caller.
+                unsafe { self.put_codes(g, rows.clone().map(|row| row * 2 + 1), codes, (scale[0], sum[0])) };
+            }
+        }
+    }
+
+    /// Writes a group's codes to each of these rows of codes.
+    ///
+    /// # Safety
+    /// As of [`put`](Self::put).
+    #[inline(always)]
+    unsafe fn put_codes(&self, g: usize, rows: impl Iterator<Item = usize>, codes: &[i8], (scale, sum): (f32, i32)) {
+        for row in rows {
+            // SAFETY: these numbers belong to the row, and the row to the caller, as promised.
+            unsafe {
+                for (i, codes) in codes.chunks(CODES).enumerate() {
+                    let input = g * self.group + i * CODES;
+                    let at = (input / CODES * self.stride + row) * CODES + input % CODES;
+                    let to = self.codes.slice_mut(at..at + codes.len());
+                    if let (Ok(to), Ok(from)) = (<&mut [i8; 16]>::try_from(&mut *to), <&[i8; 16]>::try_from(codes)) {
+                        *to = *from;
+                    }
+                    for (to, from) in to.as_chunks_mut::<32>().0.iter_mut().zip(codes.as_chunks::<32>().0) {
+                        *to = *from;
+                    }
+                }
+                let at = g * self.stride + row;
+                self.scales.slice_mut(at..at + 1)[0] = scale;
+                self.sums.slice_mut(at..at + 1)[0] = sum;
             }
         }
     }
@@ -206,6 +236,7 @@ impl ActivationsMut<'_> {
                 k: self.k,
                 group: self.group,
                 words: self.words,
+                code_rows: self.code_rows,
                 stride: self.stride,
                 first: rows.start,
                 len: rows.len(),
@@ -224,6 +255,7 @@ pub struct ActivationRows<'a> {
     pub(super) k: usize,
     pub(super) group: usize,
     pub(super) words: usize,
+    code_rows: usize, // to a row
     pub(super) stride: usize,
     first: usize,
     len: usize,
@@ -248,6 +280,17 @@ impl ActivationRows<'_> {
     pub(super) fn part(&self, from: usize, len: usize) -> Self {
         assert!(from + len <= self.len);
         Self { first: self.first + from, len, ..*self }
+    }
+
+    /// Whether they are quantized, not split.
+    pub(super) fn are_codes(&self) -> bool {
+        self.group > 0
+    }
+
+    /// Their rows of codes, each as a row.
+    pub(super) fn code_rows(&self) -> Self {
+        let Self { first, len, code_rows, .. } = *self;
+        Self { first: first * code_rows, len: len * code_rows, code_rows: 1, ..*self }
     }
 
     /// Split inputs `from..from + k` of these, beginning at a block of 32.
@@ -334,7 +377,7 @@ impl ActivationRows<'_> {
             assert_eq!(self.words, kernel.split_words(), "activations of another kernel");
             assert!(self.parts.len() >= (self.k.div_ceil(BF16_INPUTS) * self.stride + TILE_ROWS) * self.words);
         }
-        assert!(self.first + self.len <= self.stride);
+        assert!((self.first + self.len) * self.code_rows <= self.stride);
         count
     }
 }

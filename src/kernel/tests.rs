@@ -33,11 +33,13 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|v| v.to_bits()).collect()
 }
 
-/// Runs `check` on every kernel that is not scalar, beside the scalar one.
+/// Runs `check` on every kernel beside the scalar one, with activations of 8 bits and of 16.
 fn each(check: impl Fn(&dyn Kernel, &dyn Kernel)) {
     for simd in available() {
         println!("testing {simd}");
-        check(get(simd).unwrap(), get(Simd::Scalar).unwrap());
+        let (kernel, scalar) = (get(simd).unwrap(), get(Simd::Scalar).unwrap());
+        check(kernel, scalar);
+        check(halves(kernel), halves(scalar));
     }
 }
 
@@ -215,15 +217,23 @@ fn matmul_is_the_product() {
         let mut random = Random(seed);
         let weights = tiles(&layout, &mut random);
         let x = random.normals(k);
-        let mut out = vec![0.0; TILE_ROWS];
-        best().matmul(&layout, &weights[..].into(), &prepare(best(), &layout, &x).rows(0..1), Start::Zero, &mut out);
-        for (w, y) in moebius_cache::pack::unpack_matrix(&layout, &weights).chunks_exact(k).zip(out) {
-            let exact: f64 = w.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
-            let size: f64 = w.iter().zip(&x).map(|(w, x)| (f64::from(*w) * f64::from(*x)).abs()).sum();
-            // Activations keep 16 bits of mantissa, or 8 of the largest of their group.
-            let error = if precision.takes_integers() { 0.02 } else { 1e-5 };
-            // Scales and offsets that take each other away leave their rounding.
-            assert!((f64::from(y) - exact).abs() <= error * size + 1e-6, "{precision}: {y} is not {exact}");
+        // Activations keep 16 bits of mantissa, or 8 of the largest of their group, or 8 more.
+        for (kernel, of_integers) in [(best(), 0.02), (halves(best()), 1e-4)] {
+            let mut out = vec![0.0; TILE_ROWS];
+            kernel.matmul(
+                &layout,
+                &weights[..].into(),
+                &prepare(kernel, &layout, &x).rows(0..1),
+                Start::Zero,
+                &mut out,
+            );
+            for (w, y) in moebius_cache::pack::unpack_matrix(&layout, &weights).chunks_exact(k).zip(out) {
+                let exact: f64 = w.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+                let size: f64 = w.iter().zip(&x).map(|(w, x)| (f64::from(*w) * f64::from(*x)).abs()).sum();
+                let error = if precision.takes_integers() { of_integers } else { 1e-5 };
+                // Scales and offsets that take each other away leave their rounding.
+                assert!((f64::from(y) - exact).abs() <= error * size + 1e-6, "{precision}: {y} is not {exact}");
+            }
         }
     });
 }

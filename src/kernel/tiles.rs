@@ -1,10 +1,13 @@
 //! Packed tiles on their way through a kernel, and what is asked of the memory while they are.
 #![allow(unsafe_code)]
 
+use std::ops::Range;
+
 #[cfg(target_arch = "x86_64")]
 use moebius_cache::ScaleType;
+use moebius_cache::pack::MatrixLayout;
 #[cfg(target_arch = "x86_64")]
-use moebius_cache::pack::{CodeType, Grid, MatrixLayout, Row};
+use moebius_cache::pack::{CodeType, Grid, Row};
 
 #[cfg(target_arch = "x86_64")]
 use super::Start;
@@ -54,6 +57,13 @@ impl<'a> Tiles<'a> {
     /// Tiles after which the caller reads `next`: it is on its way when they are done.
     pub fn before(bytes: &'a [u8], next: &'a [u8], ahead: Ahead) -> Self {
         Self { bytes, next, ahead }
+    }
+
+    /// Some of them, of a matrix of this layout.
+    pub(super) fn part(&self, layout: &MatrixLayout, tiles: Range<usize>) -> Self {
+        let (bytes, rest) = self.bytes[..].split_at(tiles.end * layout.tile_bytes());
+        let next = if rest.is_empty() { self.next } else { rest };
+        Self { bytes: &bytes[tiles.start * layout.tile_bytes()..], next, ..*self }
     }
 
     /// The tiles.

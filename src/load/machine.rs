@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::config::{EngineConfig, Numa};
+use crate::config::{ActivationBits, EngineConfig, Numa};
 use crate::kernel::{self, Kernel, Simd};
 use crate::machine::heap::Heap;
 use crate::machine::topology::{self, Topology};
@@ -45,6 +45,10 @@ pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<Machine> {
             };
             Error::Invalid(format!("--simd {simd} cannot run: {why}; use one of {}", have.join(", ")))
         })?,
+    };
+    let kernel = match config.activations {
+        ActivationBits::Eight => kernel,
+        ActivationBits::Sixteen => kernel::halves(kernel),
     };
     let threads = config.threads.unwrap_or_else(|| topology.default_threads());
     let mut seats = topology.seats(threads);

@@ -50,6 +50,7 @@ pub(crate) fn model_in(dir: &Path) -> (TextModel, UnboundedReceiver<Submission>)
         experts: "int4-g128".into(),
         dense: "bf16".into(),
         kv: "bf16".into(),
+        activations: "8".into(),
         layers: 4,
         hidden_size: 8,
         streams: 1,

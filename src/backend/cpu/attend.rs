@@ -165,7 +165,7 @@ impl Cpu {
     /// Brings the keys and values of tokens' lists side by side, but for those that lie so.
     fn gather(&self, kv: &Kv, batch: &Batch, chosen: &Chosen, tokens: Range<usize>, to: &mut Kv) {
         let (run, heads) = (chosen.most().div_ceil(BLOCK_SIZE), kv.heads);
-        let (key, value) = (to.keys.shared(kv.parts), to.values.shared(kv.parts));
+        let (key, value) = (to.keys.shared(), to.values.shared());
         self.team.run(&|worker| {
             let units = worker.share(tokens.len() * heads * run);
             let mut all = batch.spans.iter().flat_map(|span| listed(span, chosen.most()));

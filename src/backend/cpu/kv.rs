@@ -46,6 +46,7 @@ pub struct Kv {
 pub(super) struct Matrices {
     pub(super) layout: MatrixLayout, // of a block and head
     groups: usize,                   // scales of a position
+    bits: KvBits,
     stored: Stored,
 }
 
@@ -109,32 +110,27 @@ impl Matrices {
                 Stored::Int8 { codes: heap.buffer(&[count, len])?, scales: heap.buffer(&[count, groups, BLOCK_SIZE])? }
             }
         };
-        Ok(Self { layout, groups, stored })
+        Ok(Self { layout, groups, bits, stored })
     }
 
     /// The same of `count` blocks and heads, empty.
-    fn like(&self, heap: &Heap, count: usize, parts: usize) -> Result<Self> {
-        let bits = match self.stored {
-            Stored::Int8 { .. } => KvBits::Int8,
-            Stored::Bf16(_) if parts == 2 => KvBits::Bf16x2,
-            Stored::Bf16(_) => KvBits::Bf16,
-        };
-        Self::new(heap, self.layout, self.groups * KV_GROUP, count, bits)
+    fn like(&self, heap: &Heap, count: usize) -> Result<Self> {
+        Self::new(heap, self.layout, self.groups * KV_GROUP, count, self.bits)
     }
 
     /// Bytes of a block and head, of numbers or codes and of scales.
-    fn bytes(&self, parts: usize) -> [usize; 2] {
+    fn bytes(&self) -> [usize; 2] {
         match self.stored {
-            Stored::Bf16(_) => [parts * self.layout.bytes(), 0],
+            Stored::Bf16(_) => [self.bits.parts() * self.layout.bytes(), 0],
             Stored::Int8 { .. } => [Self::len(&self.layout), 2 * self.groups * BLOCK_SIZE],
         }
     }
 
     /// For workers to write to.
-    pub(super) fn shared(&mut self, parts: usize) -> SharedMatrices<'_> {
+    pub(super) fn shared(&mut self) -> SharedMatrices<'_> {
         let len = Self::len(&self.layout);
         match &mut self.stored {
-            Stored::Bf16(numbers) => SharedMatrices::Bf16(Shared::new(numbers), parts * len),
+            Stored::Bf16(numbers) => SharedMatrices::Bf16(Shared::new(numbers), self.bits.parts() * len),
             Stored::Int8 { codes, scales } => {
                 SharedMatrices::Int8([len, self.groups * BLOCK_SIZE], Shared::new(codes), Shared::new(scales))
             }
@@ -227,22 +223,22 @@ impl Kv {
 
     /// Bytes of a block of one head.
     pub(super) fn head_bytes(&self) -> usize {
-        [&self.keys, &self.values].into_iter().flat_map(|of| of.bytes(self.parts)).sum()
+        [&self.keys, &self.values].into_iter().flat_map(Matrices::bytes).sum()
     }
 
     /// All bytes, in runs that have some for each block.
     pub(super) fn runs(&self) -> impl Iterator<Item = (&[u8], usize)> {
         [&self.keys, &self.values].into_iter().flat_map(|of| {
-            let bytes = of.bytes(self.parts).map(|bytes| self.heads * bytes);
+            let bytes = of.bytes().map(|bytes| self.heads * bytes);
             of.stored.bytes().into_iter().zip(bytes)
         })
     }
 
     /// The same, to write to.
     pub(super) fn runs_mut(&mut self) -> impl Iterator<Item = (&mut [u8], usize)> {
-        let (heads, parts) = (self.heads, self.parts);
+        let heads = self.heads;
         [&mut self.keys, &mut self.values].into_iter().flat_map(move |of| {
-            let bytes = of.bytes(parts).map(|bytes| heads * bytes);
+            let bytes = of.bytes().map(|bytes| heads * bytes);
             of.stored.bytes_mut().into_iter().zip(bytes)
         })
     }
@@ -250,12 +246,7 @@ impl Kv {
     /// For workers to write rows to.
     pub(super) fn writer(&mut self) -> Writer<'_> {
         let Self { parts, keys, values, .. } = self;
-        Writer {
-            parts: *parts,
-            layouts: [keys.layout, values.layout],
-            keys: keys.shared(*parts),
-            values: values.shared(*parts),
-        }
+        Writer { parts: *parts, layouts: [keys.layout, values.layout], keys: keys.shared(), values: values.shared() }
     }
 
     /// Room that reading takes: codes widened, of keys, or of `tiles` tiles of values.
@@ -276,7 +267,7 @@ impl Kv {
         (block, head, part): (usize, usize, usize),
         room: &'a mut Numbers,
     ) -> &'a [u8] {
-        let Matrices { layout, groups, stored } = &self.keys;
+        let Matrices { layout, groups, stored, .. } = &self.keys;
         let at = block * self.heads + head;
         let (codes, scales) = match stored {
             Stored::Bf16(key) => return bytemuck::cast_slice(&key[range(layout, at * self.parts + part)]),
@@ -311,7 +302,7 @@ impl Kv {
         tiles: Range<usize>,
         room: &'a mut Numbers,
     ) -> &'a [u8] {
-        let Matrices { layout, groups, stored } = &self.values;
+        let Matrices { layout, groups, stored, .. } = &self.values;
         let (at, some) = (block * self.heads + head, tiles.start * VALUE_TILE..tiles.end * VALUE_TILE);
         let (codes, scales) = match stored {
             Stored::Bf16(value) => {
@@ -340,7 +331,7 @@ impl Kv {
 
     /// An empty block of one head for each of `blocks`, like those here.
     pub(super) fn like(&self, heap: &Heap, blocks: usize) -> Result<Self> {
-        let [keys, values] = [&self.keys, &self.values].map(|of| of.like(heap, blocks, self.parts));
+        let [keys, values] = [&self.keys, &self.values].map(|of| of.like(heap, blocks));
         Ok(Self { heads: 1, keys: keys?, values: values?, ..*self })
     }
 

@@ -140,6 +140,7 @@ pub fn run(
             experts: loaded.precision.as_ref().map_or("none".into(), |p| p.to_string()),
             dense: config.dense.to_string(),
             kv: config.kv.to_string(),
+            activations: config.activations.to_string(),
         },
         ready_s,
         peak_ram_gib,

@@ -74,6 +74,8 @@ pub struct PrecisionReport {
     pub dense: String,
     /// Of the KV cache.
     pub kv: String,
+    /// Bits of activations next to weights in integers on the CPU.
+    pub activations: String,
 }
 
 /// Distinct experts per layer.
@@ -145,12 +147,13 @@ impl std::fmt::Display for BenchReport {
                  products {tflops:.0} TFLOP/s"
             )?;
         }
-        let PrecisionReport { experts, dense, kv } = &self.precision;
+        let PrecisionReport { experts, dense, kv, activations } = &self.precision;
         let bytes = self.bytes_per_token as f64;
         let read = if bytes < 1e8 { format!("{:.2} MB", bytes / 1e6) } else { format!("{:.2} GB", bytes / 1e9) };
         writeln!(
             f,
-            "{}, {} layers, experts {experts}, dense {dense}, kv {kv}: a token reads {read}; routing {}",
+            "{}, {} layers, experts {experts}, dense {dense}, kv {kv}, activations {activations}: a token reads \
+             {read}; routing {}",
             self.model, self.layers, self.routing
         )?;
         writeln!(f, "ready in {:.1} s, at most {:.1} GiB of RAM", self.ready_s, self.peak_ram_gib)?;
