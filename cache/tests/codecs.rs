@@ -8,8 +8,8 @@ mod common;
 
 use common::noise;
 use common::written::{
-    Example, K, N, Written, awq, bf16_scales, compressed_tensors, ct, e4m3, example, f16_scales, fp4, fp8, gptq, mxfp4,
-    mxfp8, numbers, nvfp4, pack_down,
+    Example, K, N, Order, Written, awq, bf16_scales, compressed_tensors, ct, e4m3, example, f16_scales, fp4, fp8, gptq,
+    mxfp4, mxfp8, numbers, nvfp4, pack_down,
 };
 use half::{bf16, f16};
 use moebius_cache::codec::{Format, Integers, Library, Quantization, Source, kept_by_all};
@@ -247,20 +247,28 @@ fn compressed_tensors_of_4_and_8_bits() {
 
 #[test]
 fn gptq_of_both_versions_with_zero_points_and_act_order() {
+    use Order::*;
     for (bits, version, symmetric, order) in [
-        (4usize, "gptq", true, false),
-        (4, "gptq_v2", false, false),
-        (4, "gptq", false, true),
-        (4, "gptq_v2", true, true),
-        (8, "gptq", true, false),
-        (8, "gptq_v2", false, false),
+        (4usize, "gptq", true, AsTheyLie),
+        (4, "gptq_v2", false, AsTheyLie),
+        (4, "gptq", false, ByActivation),
+        (4, "gptq_v2", true, ByActivation),
+        (4, "gptq", false, StaticGroups),
+        (4, "gptq_v2", true, StaticGroups),
+        (8, "gptq", true, AsTheyLie),
+        (8, "gptq_v2", false, AsTheyLie),
     ] {
         let example = gptq(bits, version, symmetric, order);
         check(&example);
         let mut wrong = example.written;
-        if order {
+        if order == StaticGroups {
+            wrong.tensors[3].3[0] = 1;
+            assert!(wrong.error("a.weight").contains("although config.json says `static_groups`"));
+        } else if order == ByActivation {
             wrong.tensors[3].3[2] = 1;
             assert!(wrong.error("a.weight").contains("does not name a group below 4"));
+            wrong.tensors.pop();
+            assert!(wrong.error("a.weight").contains("g_idx"));
         } else if symmetric {
             wrong.tensors[1].3[5] ^= 1;
             assert!(wrong.error("a.weight").contains("although config.json says `sym`"));

@@ -142,8 +142,8 @@ pub fn example(format: Format) -> Example {
         Format::Fp8 => fp8_in_blocks(),
         Format::Integers { by: Library::CompressedTensors, bits, zeros } => compressed_tensors(bits, 64, zeros, false),
         Format::OutOfOrder(Library::CompressedTensors) => compressed_tensors(4, 64, true, true),
-        Format::Integers { by: Library::Gptq, bits, zeros } => gptq(bits, "gptq", !zeros, false),
-        Format::OutOfOrder(Library::Gptq) => gptq(4, "gptq", false, true),
+        Format::Integers { by: Library::Gptq, bits, zeros } => gptq(bits, "gptq", !zeros, Order::AsTheyLie),
+        Format::OutOfOrder(Library::Gptq) => gptq(4, "gptq", false, Order::ByActivation),
         Format::Integers { by: Library::Awq, .. } | Format::OutOfOrder(Library::Awq) => awq(),
         Format::Mxfp4 => mxfp4(1, 0, 0),
         Format::Nvfp4 => nvfp4(false),
@@ -295,7 +295,18 @@ pub fn compressed_tensors(bits: usize, group: usize, zeros: bool, out_of_order: 
     )
 }
 
-pub fn gptq(bits: usize, version: &str, symmetric: bool, act_order: bool) -> Example {
+/// How GPTQ took inputs.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Order {
+    AsTheyLie,
+    /// The most important first, in groups of neighbours in that order.
+    ByActivation,
+    /// The most important first, in groups as they lie.
+    StaticGroups,
+}
+
+pub fn gptq(bits: usize, version: &str, symmetric: bool, order: Order) -> Example {
+    let act_order = order == Order::ByActivation;
     let (groups, group, half) = (4, K / 4, 1u32 << (bits - 1));
     let less = (version == "gptq") as u32;
     let fields = numbers(K * N, 1 << bits, 11); // [k, n]
@@ -313,7 +324,7 @@ pub fn gptq(bits: usize, version: &str, symmetric: bool, act_order: bool) -> Exa
     let want: Vec<f32> = (0..N * K).map(|i| weight(i / K, i % K)).collect();
     let plain = (0..K as u32).map(|input| input / group as u32).collect();
     let config = json!({"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric,
-        "desc_act": act_order,
+        "desc_act": order != Order::AsTheyLie, "static_groups": order == Order::StaticGroups,
         "checkpoint_format": version});
     let written = Written::new(config)
         .words("a.qweight", &[K * bits / 32, N], pack_down(&fields, N, bits))

@@ -1,6 +1,9 @@
 //! GPTQ with 4 or 8 bits: `qweight` `[k * bits / 32, n]`, `qzeros` `[groups, n * bits / 32]`, `scales` `[groups, n]`,
 //! `g_idx` `[k]`.
 //!
+//! `g_idx` is the group of each input. In act-order (`desc_act`) inputs of a group lie apart, unless the groups were
+//! fixed before the order was (`static_groups`).
+//!
 //! A word of `qweight` holds inputs one after the other, the lowest bits first; a word of `qzeros` outputs. A weight is
 //! (code - zero) * scale, where the first version of the format stores zero - 1. Source: AutoGPTQ and GPTQModel.
 
@@ -40,12 +43,17 @@ fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
     let f16 = |precision: Precision| precision.with_scales(ScaleType::F16);
     let group = || largest(group_size(q), inputs);
     match (bits(q), flag(q, "sym", false)) {
-        _ if flag(q, "desc_act", false) => Some(Precision::int8(32)),
+        _ if out_of_order(q) => Some(Precision::int8(32)),
         (8, false) => Some(Precision::int8(32)),
         (4, true) => group().map(Precision::int4).map(f16),
         (4, false) => group().map(Precision::uint4).map(f16),
         _ => group().map(Precision::int8).map(f16),
     }
+}
+
+/// Whether the config says that inputs of a group lie apart.
+fn out_of_order(q: &Value) -> bool {
+    flag(q, "desc_act", false) && !flag(q, "static_groups", false)
 }
 
 struct Gptq<'a> {
@@ -66,7 +74,7 @@ struct Gptq<'a> {
 /// The matrix whose codes are `NAME.qweight`; the config says how they are meant.
 fn read(stored: Stored<'_>) -> Result<Found<'_>> {
     let (codes, [n, k], q) = (stored.view, stored.shape, stored.checkpoint.quantization().config());
-    let (symmetric, act_order) = (flag(q, "sym", false), flag(q, "desc_act", false));
+    let (symmetric, act_order) = (flag(q, "sym", false), out_of_order(q));
     let (zeros, scales) = (stored.tensor_beside("qzeros")?, stored.tensor_beside("scales")?);
     let (groups, bits) = (groups_of(&scales, k)?, bits(q));
     if !k.is_multiple_of(32 / bits) || !n.is_multiple_of(32 / bits) {
@@ -76,11 +84,19 @@ fn read(stored: Stored<'_>) -> Result<Found<'_>> {
     }
     let mut parts = vec![codes, zeros, scales];
     let mut index = None;
-    if let Some(view) = stored.beside("g_idx").filter(|_| act_order) {
-        index = Some(group_index(view, k, groups)?);
+    let group = k / groups;
+    if flag(q, "desc_act", false) {
+        let view = stored.tensor_beside("g_idx")?;
+        let groups = group_index(view, k, groups)?;
+        if !act_order && groups.iter().enumerate().any(|(input, of_group)| *of_group != input / group) {
+            return Err(view.error(
+                "groups inputs out of order, although config.json says `static_groups`: set `static_groups` to false \
+                 there",
+            ));
+        }
+        index = act_order.then_some(groups);
         parts.push(view);
     }
-    let group = k / groups;
     let all = Gptq {
         codes: Words::new(codes, k * bits / 32, n)?,
         zeros: Words::new(zeros, groups, n * bits / 32)?,
