@@ -121,14 +121,14 @@ pub enum DenseBits {
     /// 8-bit codes, group scales, int8 activations. The small matrices that absorb `kv_b_proj` into latent attention
     /// stay at 16 bits.
     Int8,
-    /// The same with 4-bit codes, but for the output head.
+    /// The same with 4-bit codes, but for the output head, keys and values.
     Int4,
 }
 
 impl DenseBits {
-    /// Of the output head. Its errors reach every probability undamped: there 4 bits cost more than they save
-    /// (docs/precision.md).
-    pub fn of_head(self) -> Self {
+    /// Of the output head, of keys and of values: there 4 bits cost more than they save (docs/precision.md). The head's
+    /// errors reach every probability undamped, and those of keys and values every later position.
+    pub fn of_sensitive(self) -> Self {
         match self {
             DenseBits::Int4 => DenseBits::Int8,
             other => other,

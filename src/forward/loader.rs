@@ -16,6 +16,11 @@ pub(super) struct Loader<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Loader<'a, B> {
+    /// The same for keys and values.
+    pub(super) fn of_keys_and_values(&self) -> Self {
+        Self { bits: self.bits.of_sensitive(), ..*self }
+    }
+
     /// The projection `name`, `[n, k]`, and its bias `[n]`.
     pub(super) fn linear(&self, name: &str, n: usize, k: usize, bias: bool) -> Result<B::Linear> {
         let weight = self.source.matrix(&format!("{name}.weight"), n, k)?;

@@ -114,6 +114,11 @@ impl Activations {
     }
 }
 
+/// Whether weights of both precisions meet activations of one form.
+pub fn same_activations(a: Precision, b: Precision) -> bool {
+    group_of(a) == group_of(b)
+}
+
 /// Inputs that are quantized together for weights of this precision; 0: they are split.
 fn group_of(precision: Precision) -> usize {
     precision.group_size().filter(|_| precision.takes_integers()).unwrap_or(0)

@@ -73,7 +73,8 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
             Component { role, format: key.1.clone(), layers: 1, precision: None, keeps_codes: false, rounding: 0.0 };
         let is_router = component.role == in_block(model.names.router, model);
         if !is_router {
-            let bits = if component.role == "lm_head" { config.dense.of_head() } else { config.dense };
+            let sensitive = component.role == "lm_head" || makes_keys_or_values(&name, &component.role, model);
+            let bits = if sensitive { config.dense.of_sensitive() } else { config.dense };
             let dense = || bits.precision(shape[1]).unwrap_or(Precision::Bf16);
             let is_down = |part: &str| part == model.names.expert_projections[2];
             let precision = match (component.role.strip_prefix("experts."), experts) {
@@ -93,10 +94,20 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
     Ok(found.into_values().collect())
 }
 
-/// The index, among the layers with experts, of the layer that a matrix is in.
+/// The layer that a matrix is in.
+fn layer_of(name: &str) -> Option<usize> {
+    name.split_once("layers.").and_then(|(_, rest)| rest.split_once('.')?.0.parse().ok())
+}
+
+/// The index of that layer among those with experts.
 fn moe_layer(name: &str, model: &ModelConfig) -> usize {
-    let layer = name.split_once("layers.").and_then(|(_, rest)| rest.split_once('.')?.0.parse::<usize>().ok());
-    model.moe_layers().position(|(of, _)| Some(of) == layer).unwrap_or(0)
+    model.moe_layers().position(|(of, _)| Some(of) == layer_of(name)).unwrap_or(0)
+}
+
+fn makes_keys_or_values(name: &str, role: &str, model: &ModelConfig) -> bool {
+    let layer = layer_of(name).and_then(|layer| model.layers.get(layer));
+    let part = role.rsplit_once('.').map_or(role, |(_, part)| part);
+    layer.is_some_and(|layer| layer.attention.keys_and_values().contains(&part))
 }
 
 /// What a matrix is in the model, without layer and expert; `None`: it is not in it.

@@ -192,6 +192,11 @@ pub trait Facts {
     /// Its projections in a model of this width.
     fn matrices(&self, hidden: usize) -> Vec<Matrix>;
 
+    /// The last parts of the names of those that make keys and values alone.
+    fn keys_and_values(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// Products of a token besides those of [`matrices`](Facts::matrices): with its own state, or to make keys and
     /// values of its latent.
     fn inner_products(&self) -> f64 {

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::backend::Dense;
 use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
-use crate::kernel::{ActivationRows, Kernel, Rows, Start};
+use crate::kernel::{ActivationRows, Kernel, Rows, Start, same_activations};
 use crate::machine::workers::{Claimant, Claims, Cut, Shared};
 use crate::model::{Activation, GateActivation};
 
@@ -66,7 +66,8 @@ impl Cpu {
         let (rows, k, kernel) = (x.rows(), x.cols(), self.kernel);
         let precision = jobs[0].0.layout.precision;
         let jobs = jobs.map(|(w, out)| {
-            assert_eq!((w.layout.k, w.layout.precision, w.layout.n, rows), (k, precision, out.cols(), out.rows()));
+            assert_eq!((w.layout.k, w.layout.n, rows), (k, out.cols(), out.rows()));
+            assert!(same_activations(w.layout.precision, precision), "{} and {precision}", w.layout.precision);
             let cols = out.cols();
             (w, Output { data: Shared::new(out.data_mut()), cols, bias: w.bias.as_deref(), write })
         });

@@ -77,7 +77,7 @@ impl<B: Backend> Weights<B> {
             q_a_norm: norm("q_norm", a.q_lora_rank)?,
             q_b: linear("wq_b", heads, a.q_lora_rank)?,
             q_norm: backend.load_made_norm(a.head_dim, || vec![1.0; a.head_dim])?,
-            kv: linear("wkv", a.head_dim, hidden)?,
+            kv: loader.of_keys_and_values().linear(&format!("{name}.wkv"), a.head_dim, hidden, false)?,
             kv_norm: norm("kv_norm", a.head_dim)?,
             sinks: backend.load_norm(source.vector(&format!("{name}.{}", names.sinks), a.num_heads)?)?,
             inv_freq: backend.load_made_norm(a.rope.dim / 2, || a.rope.inv_freq())?,

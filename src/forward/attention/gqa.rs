@@ -29,9 +29,11 @@ impl<B: Backend> Weights<B> {
         let (q, kv) = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
         let (bias, qk) = (a.bias != Bias::None, format!("{name}.q_proj"));
         let fused = a.fused_parts.map(|parts| Fused::read(loader, &name, a, parts)).transpose()?;
+        let of_keys_and_values = loader.of_keys_and_values();
+        let loader_of = |i: usize| if i == 0 { loader } else { &of_keys_and_values };
         let projection = |i: usize, rows: usize| match &fused {
-            Some(fused) => fused.part(loader, i),
-            None => loader.linear(&format!("{name}.{}_proj", ["q", "k", "v"][i]), rows, hidden, bias),
+            Some(fused) => fused.part(loader_of(i), i),
+            None => loader_of(i).linear(&format!("{name}.{}_proj", ["q", "k", "v"][i]), rows, hidden, bias),
         };
         let (queries, output_gate) = match (a.output_gate, a.gate()) {
             (Some(OutputGate::InQuery), _) => {

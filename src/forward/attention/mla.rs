@@ -69,7 +69,12 @@ impl<B: Backend> Weights<B> {
                     b: loader.linear(&format!("{name}.q_b_proj"), q, rank, false)?,
                 },
             },
-            kv_a: loader.linear(&format!("{name}.kv_a_proj_with_mqa"), a.cache_dim(), hidden, a.bias)?,
+            kv_a: loader.of_keys_and_values().linear(
+                &format!("{name}.kv_a_proj_with_mqa"),
+                a.cache_dim(),
+                hidden,
+                a.bias,
+            )?,
             kv_a_norm: loader.norm(&format!("{name}.kv_a_layernorm.weight"), a.kv_lora_rank)?,
             up: loader.backend.load_latent_up(a, kv_b)?,
             gate: match a.head_gate {

@@ -126,6 +126,10 @@ impl Facts for Compressed {
         own.into_iter().chain(out).chain(compressor).chain(index).collect()
     }
 
+    fn keys_and_values(&self) -> &'static [&'static str] {
+        &["wkv"]
+    }
+
     fn products_per_pair(&self) -> usize {
         let index = self.selection.as_ref().and_then(Selection::own).map_or(0, Indexer::products_per_pair);
         self.compressor.map_or(0, |of| (2 * self.num_heads * self.head_dim + index) / of.ratio)

@@ -127,6 +127,10 @@ impl Facts for Gqa {
         [(q, hidden), (k, hidden), o].into_iter().chain(v).chain(gate).chain(index).collect()
     }
 
+    fn keys_and_values(&self) -> &'static [&'static str] {
+        &["k_proj", "v_proj"]
+    }
+
     fn products_per_pair(&self) -> usize {
         let index = self.selection.as_ref().and_then(Selection::own).map_or(0, Indexer::products_per_pair);
         self.num_heads * (self.head_dim + self.value_dim) + index

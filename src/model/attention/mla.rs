@@ -77,6 +77,10 @@ impl Facts for Mla {
         self.kv_lora_rank as f64 * self.num_heads as f64 * (self.qk_nope_head_dim + self.v_head_dim) as f64
     }
 
+    fn keys_and_values(&self) -> &'static [&'static str] {
+        &["kv_a_proj_with_mqa"]
+    }
+
     fn products_per_pair(&self) -> usize {
         let index = self.selection.as_ref().and_then(Selection::own).map_or(0, Indexer::products_per_pair);
         self.num_heads * (self.qk_head_dim() + self.v_head_dim) + index
