@@ -23,8 +23,8 @@ fn health_and_models_are_told() {
         "display_name": "models/tiny", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
         "max_input_tokens": 256, "max_model_len": 256, "num_hidden_layers": 4, "hidden_size": 8,
         "residual_streams": 1, "sampling": sampling,
-        "architecture": "qwen3_moe", "experts": "int4-g128", "dense": "bf16", "kv": "bf16", "activations": "8", "device": "cpu",
-        "simd": "scalar", "threads": 1,
+        "architecture": "qwen3_moe", "experts": "int4-g128", "dense": "bf16", "kv": "bf16", "activations": "8",
+        "device": "cpu", "simd": "scalar", "threads": 1,
     });
     assert_eq!((status, model), (200, want));
     assert_eq!(raw(server.address, "GET", "/v1/models/models/tiny", b"").0, 200);
