@@ -59,7 +59,7 @@ $(PYTHON)/maturin:
 SGLANG = python3
 
 sglang:
-	$(SGLANG) python/tests/sglang_server.py
+	$(SGLANG) python/tests/whole_sglang.py
 
 # What a hostile client, model, hub or disk might do, against a release build; the report is target/attack/report.md.
 MINUTES = 30

@@ -144,9 +144,8 @@ class KTMoEWrapper(MoE):
             )
         super().load_weights(physical_to_logical_map)
         from_tokens = int(os.environ.get(THRESHOLD) or 512)
-        import torch
-
-        if from_tokens > 0 and torch.cuda.is_available():
+        torch = sys.modules.get("torch")
+        if from_tokens > 0 and torch is not None and torch.cuda.is_available():
             # Before SGLang measures what memory is left for its KV cache.
             self.compute_prompts(torch.cuda.current_device(), from_tokens=from_tokens, **self._prompts)
             _say_once(logging.INFO, f"prompts of {from_tokens} tokens or more are computed on the GPU")
@@ -220,7 +219,7 @@ def no_prefill_graphs(server_args: Any) -> None:
 
 def masks_padding(original: Callable[[], bool]) -> bool:
     """Around ``enable_num_token_non_padded``: the router gives no experts to rows that pad a graph."""
-    import torch
+    import torch  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.runtime_context import get_exec
 
     # The CPU's router of SGLang does not mask, and has no graphs.

@@ -202,25 +202,25 @@ def test_the_scheduler_is_not_bound_to_a_numa_node(sglang, arguments, monkeypatc
     assert node(arguments("--kt-weight-path", "demo", "--numa-node", "1"), 0) == 1
 
 
-def test_prefill_is_captured_only_where_a_flag_asks_for_it(arguments):
+def test_prefill_is_captured_only_where_a_flag_asks_for_it(arguments, monkeypatch):
     from sglang.srt.arg_groups import cuda_graph_hook, overrides
+    from sglang.srt.model_executor import cuda_graph_config
+
+    # As on a GPU, where SGLang captures what is compatible.
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")
+    monkeypatch.setattr(cuda_graph_hook, "disable_breakable_cudagraph_if_incompatible", lambda _: None)
 
     def backend(*flags):
         args = arguments(*flags)
         cuda_graph_hook.parse_cuda_graph_config(args)
-        asked = overrides.resolving_view(args).cuda_graph_config.prefill.backend
-        moebius.sglang.no_prefill_graphs(args)
-        return asked, overrides.resolving_view(args).cuda_graph_config.prefill.backend
+        cuda_graph_hook.apply_cuda_graph_compatibility(args)
+        return overrides.resolving_view(args).cuda_graph_config.prefill.backend
 
     ours = ("--kt-weight-path", "demo")
-    # Where there is no GPU, SGLang's default is none.
-    on = "--cuda-graph-backend-prefill", "breakable"
-    assert backend(*ours)[1] == "disabled"
-    assert backend(*ours, *on) == ("breakable", "breakable")
-    asked, kept = backend(*ours, "--cuda-graph-max-bs-prefill", "64")
-    assert asked == kept
-    asked, kept = backend()
-    assert asked == kept
+    assert backend() == "breakable"
+    assert backend(*ours) == "disabled"
+    assert backend(*ours, "--cuda-graph-max-bs-prefill", "64") == "breakable"
+    assert backend(*ours, "--cuda-graph-backend-prefill", "breakable") == "breakable"
 
 
 def test_draft_models_keep_their_experts_and_the_gpu_has_one_at_least(sglang, monkeypatch):

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """A whole SGLang server with Moebius's experts beside the same server with all experts on the GPU: `make sglang`.
 
-python sglang_server.py [--layers N] [--gpu-experts N] [--thresholds N,0] [--method M] [-- SGLANG_FLAG...]
+python whole_sglang.py [--layers N] [--gpu-experts N] [--thresholds N,0] [--method M] [-- SGLANG_FLAG...]
 
 Makes a model of random weights in the shape of Qwen3-30B-A3B, with N of its layers, and asks every server the same: 20
 greedy answers and their log probabilities, those of a prompt of 1,500 tokens, decode of 1, 8 and 32 requests, prompts
@@ -253,7 +253,7 @@ def main():
     if not (model / "config.json").exists():
         start = time.monotonic()
         # In a process of its own, which gives the GPU's memory back.
-        program = "import sys, pathlib, sglang_server as s; s.make_model(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
+        program = "import sys, pathlib, whole_sglang as s; s.make_model(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
         command = [sys.executable, "-c", program, str(model), str(given.layers)]
         subprocess.run(command, check=True, cwd=Path(__file__).parent)
         print(f"{given.layers} layers were made in {time.monotonic() - start:.0f} s", flush=True)
