@@ -9,7 +9,7 @@ use std::time::Instant;
 use common::engine::{again, greedy, read, seeded};
 use common::{cache_dir, fixture_dir, folder};
 use moebius::backend::batch::BLOCK_SIZE;
-use moebius::config::EngineConfig;
+use moebius::config::{EngineConfig, ExpertBits};
 use moebius::engine::capture::{Wanted, capture};
 use moebius::engine::{self, EngineHandle, Event, Request};
 use moebius::load::{self, Loaded};
@@ -24,14 +24,16 @@ fn config() -> EngineConfig {
     EngineConfig {
         cache_dir: Some(cache_dir()),
         threads: Some(2),
+        experts: ExpertBits::Bf16,
         max_context: Some(512),
         max_sequences: 3,
         ..Default::default()
     }
 }
 
-/// A delta rule's matrices; windows of keys and entries that are not whole.
-const MODELS: [&str; 2] = ["qwen3_next", "deepseek_v4"];
+/// A delta rule's matrices, with a decay for a head or for each key; Mamba-2's; windows of keys; entries and pools of
+/// keys that are not whole.
+const MODELS: [&str; 6] = ["qwen3_next", "deepseek_v4", "kimi_linear", "glm5_next", "nemotron_h", "granitemoehybrid"];
 
 fn loaded(model: &str) -> Loaded {
     let loaded = load::load(&folder(model, &fixture_dir(model)), &config(), &|_| {}).unwrap();

@@ -359,7 +359,7 @@ mod tests {
                             name=\"city\" string=\"true\">São \"P\"</｜DSML｜parameter>\n<｜DSML｜parameter \
                             name=\"days\" string=\"false\">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n\
                             </｜DSML｜tool_calls><｜end▁of▁sentence｜><｜User｜><tool_result>no</tool_result>\n\nSo?";
-        // Thoughts of past turns are gone, but for those between tools.
+        // Without tools, thoughts of past turns are gone.
         assert_eq!(
             render(None, json!({})),
             format!(
