@@ -47,6 +47,7 @@ fn main() {
             Precision::Q5K,
             Precision::Q6K,
             Precision::Iq4Xs,
+            Precision::iq4(128),
             Precision::Q5_0,
             Precision::Iq2Xxs,
             Precision::Iq3Xxs,

@@ -43,7 +43,7 @@ constexpr Row ROWS[] = {
     {INTEGERS, 5, 0, COUNTED, 32, 6, 0, true},     // Q5_K
     {INTEGERS, 6, 32, COUNTED, 16, 8, 128, false}, // Q6_K
     {OF_IQ4, 4, 0, COUNTED, 32, 6, 32, false},     // IQ4_XS
-    {OF_IQ4, 4, 0, SINGLE, 32, 0, 0, false},       // IQ4_NL
+    {OF_IQ4, 4, 0, SINGLE, 0, 0, 0, false},        // IQ4_NL
     {INTEGERS, 4, 0, WITH_OFFSET, 32, 0, 0, true}, // Q4_1
     {INTEGERS, 5, 0, WITH_OFFSET, 32, 0, 0, true}, // Q5_1
     {INTEGERS, 5, 16, SINGLE, 32, 0, 0, false},    // Q5_0
@@ -222,7 +222,7 @@ template <Format F> __device__ __forceinline__ float2 row_scale(const RowUnit& u
     };
     [[maybe_unused]] const int q = threadIdx.x % WARP / 4 % 4,
                                eight = q / 2 * 4; // half a byte for each of rows r and r + 8
-    // IQ4_NL, Q5_0 and all that have heads: f16. UINT4 and FP8: the launch says.
+    // Q5_0 and all that have heads: f16. IQ4_NL, UINT4 and FP8: the launch says.
     [[maybe_unused]] const float d = number(unit.head.x, unit.head.y, ROW.group != 0 || f16);
     [[maybe_unused]] const float more = ROW.offsets ? number(unit.head.z, unit.head.w, true) : 0.0f;
     float scale, offset = 0.0f;

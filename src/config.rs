@@ -68,7 +68,7 @@ pub enum ExpertBits {
     Int8,
     /// 4-bit codes, group scales, int8 activations.
     Int4,
-    /// INT4, and more where it pays, in so many hundredths of a bit for each weight with its scales.
+    /// 4 bits of a table, and more where they pay, in so many hundredths of a bit for each weight with its scales.
     Within(u16),
 }
 
@@ -286,7 +286,7 @@ engine_config! {
     #[command(next_help_heading = "Engine")]
     struct PackedChoices {
         /// Precision of the routed experts; auto keeps the precision of a quantized checkpoint and converts others to
-        /// int4; auto:4.5bpw adds bits to int4 where they pay, up to 4.5 for each weight.
+        /// int4; auto:4.5bpw packs four bits of a table, and more where they pay, up to 4.5 for each weight.
         #[arg(long, default_value = "auto", value_name = "auto|bf16|int8|int4|auto:4.5bpw")]
         experts: ExpertBits,
         /// Inputs that share one scale [default: the checkpoint's group size, else the largest that divides].

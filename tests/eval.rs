@@ -173,7 +173,7 @@ fn a_budget_of_bits_is_spent_where_it_pays() {
     let [plain, more] = ["int4", "auto:4.6bpw"].map(run);
     assert!(more < 0.8 * plain, "{more} beside {plain}");
     let [_, stderr] = moebius(dir.path(), &["cache", "build", "demo", "--experts", "auto:4bpw"]);
-    assert!(stderr.contains("int4-g128 alone takes 4.125 bits"), "{stderr}");
+    assert!(stderr.contains("iq4-g128 alone takes 4.125 bits"), "{stderr}");
 }
 
 #[test]

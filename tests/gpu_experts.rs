@@ -50,6 +50,7 @@ const ROWS: &[(Precision, usize, usize)] = &[
     (Precision::Q6K, 512, 256),
     (Precision::Iq4Xs, 256, 256),
     (Precision::Iq4Nl, 160, 96),
+    (Precision::iq4(128), 256, 128),
     (Precision::Q4_1, 96, 160),
     (Precision::Q5_1, 160, 96),
     (Precision::Q5_0, 96, 160),

@@ -20,8 +20,8 @@ use self::lanes::{Avx2, Avx512};
 use self::lanes::{Lanes, Scalar};
 
 use crate::pack::{
-    Blocks, CodeType, ExpertLayout, MatrixLayout, Precision, Row, SUPER_BLOCK, ScaleType, Scales, TILE_ROWS, Weights,
-    pack_tile,
+    Blocks, CodeType, ExpertLayout, IQ4, MatrixLayout, Precision, Row, SUPER_BLOCK, ScaleType, Scales, TILE_ROWS,
+    Weights, pack_tile,
 };
 use crate::simd::multiversion;
 
@@ -38,7 +38,7 @@ pub struct Scratch {
 /// Whether the codes of a precision are chosen here, for the weights or for what they multiply; others are kept as they
 /// lie in a checkpoint, or rounded to.
 pub fn is_chosen(precision: Precision) -> bool {
-    calibrated::range(precision).is_some()
+    calibrated::Choice::of(precision).is_some()
 }
 
 /// Quantizes and packs the rows of one tile, 16 or, in the last tile, fewer: `rows` [<= 16, k], finite.
@@ -166,9 +166,10 @@ fn groups<L: Lanes, const N: usize>(precision: Precision, weights: &[f32], codes
     let codes = codes.as_chunks_mut::<16>().0.as_chunks_mut::<N>().0;
     for ((w, codes), scale) in weights.iter().zip(codes).zip(scales) {
         *scale = match precision {
-            Precision::Int4 { scales, .. } => group::<L, N, 8, -8, 7>(w, codes, &INT4_CANDIDATES, scales),
-            Precision::Int8 { scales, .. } => group::<L, N, 1, -127, 127>(w, codes, &INT8_CANDIDATES, scales),
-            Precision::Q5_0 => group::<L, N, 5, -16, 15>(w, codes, &INT5_CANDIDATES, ScaleType::F16),
+            Precision::Int4 { scales, .. } => group::<L, Integers<-8, 7>, N, 8>(w, codes, &INT4_CANDIDATES, scales),
+            Precision::Int8 { scales, .. } => group::<L, Integers<-127, 127>, N, 1>(w, codes, &INT8_CANDIDATES, scales),
+            Precision::Q5_0 => group::<L, Integers<-16, 15>, N, 5>(w, codes, &INT5_CANDIDATES, ScaleType::F16),
+            Precision::Iq4 { .. } => group::<L, OfIq4, N, 8>(w, codes, &IQ4_CANDIDATES, ScaleType::Bf16),
             _ => nearest(precision, w.as_flattened(), codes.as_flattened_mut()),
         };
     }
@@ -186,19 +187,64 @@ const INT4_CANDIDATES: [f32; 8] = [7.25, 7.75, -7.75, 8.25, -8.25, 8.75, -8.75, 
 /// Of five bits, reaching to -16 where the scale is negative.
 const INT5_CANDIDATES: [f32; 5] = [15.5, -15.75, 16.25, -16.5, 17.25];
 const INT8_CANDIDATES: [f32; 1] = [127.0];
+/// Of a table that reaches from -127 to 113.
+const IQ4_CANDIDATES: [f32; 8] = [113.0, 124.0, 132.0, 142.0, -112.0, -122.0, -132.0, -144.0];
+
+/// What codes may be.
+trait Codes {
+    /// The largest.
+    const LARGEST: f32;
+    /// What stands for 0.
+    const ZERO: i8;
+
+    /// The nearest codes, as floats.
+    fn nearest<L: Lanes>(x: L) -> L;
+}
+
+struct Integers<const MIN: i32, const MAX: i32>;
+
+impl<const MIN: i32, const MAX: i32> Codes for Integers<MIN, MAX> {
+    const LARGEST: f32 = MAX as f32;
+    const ZERO: i8 = 0;
+
+    /// Adding 1.5 * 2^23 rounds to an integer, ties to even.
+    #[inline(always)]
+    fn nearest<L: Lanes>(x: L) -> L {
+        let magic = L::splat(12_582_912.0);
+        x.max(L::splat(MIN as f32)).min(L::splat(MAX as f32)).add(magic).sub(magic)
+    }
+}
+
+/// Values of [`IQ4`].
+struct OfIq4;
+
+impl Codes for OfIq4 {
+    const LARGEST: f32 = IQ4[15] as f32;
+    const ZERO: i8 = 1;
+
+    #[inline(always)]
+    fn nearest<L: Lanes>(x: L) -> L {
+        let mut code = L::splat(f32::from(IQ4[0]));
+        for i in 0..15 {
+            let (below, above) = (f32::from(IQ4[i]), f32::from(IQ4[i + 1]));
+            code = code.add_above(x, (below + above) / 2.0, above - below);
+        }
+        code
+    }
+}
 
 /// Chooses the scale of one group and writes its codes.
 #[inline(always)]
-fn group<L: Lanes, const N: usize, const C: usize, const MIN: i32, const MAX: i32>(
+fn group<L: Lanes, Q: Codes, const N: usize, const C: usize>(
     w: &[[f32; 16]; N],
     codes: &mut [[i8; 16]; N],
     candidates: &[f32; C],
     scales: ScaleType,
 ) -> f32 {
     let largest = largest_magnitude::<L, N>(w);
-    let plain = round_scale(scales, largest / MAX as f32);
+    let plain = round_scale(scales, largest / Q::LARGEST);
     if largest < SMALLEST || plain == 0.0 {
-        codes.as_flattened_mut().fill(0);
+        codes.as_flattened_mut().fill(Q::ZERO);
         return 0.0;
     }
     let mut scale = plain;
@@ -209,7 +255,7 @@ fn group<L: Lanes, const N: usize, const C: usize, const MIN: i32, const MAX: i3
         // them.
         let (mut wq, mut qq) = ([0.0; C], [0.0; C]);
         for i in 0..C {
-            (wq[i], qq[i]) = fit::<L, N, MIN, MAX>(w, candidates[i] * unit);
+            (wq[i], qq[i]) = fit::<L, Q, N>(w, candidates[i] * unit);
         }
         let (mut best_scales, mut explained) = ([0.0; C], [0.0; C]);
         for i in 0..C {
@@ -221,13 +267,13 @@ fn group<L: Lanes, const N: usize, const C: usize, const MIN: i32, const MAX: i3
             best = if explained[i] > explained[best] { i } else { best };
         }
         let refit = round_scale(scales, best_scales[best]);
-        if squared_error::<L, N, MIN, MAX>(w, refit) < squared_error::<L, N, MIN, MAX>(w, plain) {
+        if squared_error::<L, Q, N>(w, refit) < squared_error::<L, Q, N>(w, plain) {
             scale = refit;
         }
     }
     let inverse = L::splat(1.0 / scale);
     for (x, codes) in w.iter().zip(codes) {
-        code::<L, MIN, MAX>(L::load(x).mul(inverse)).store(codes);
+        Q::nearest(L::load(x).mul(inverse)).store(codes);
     }
     scale
 }
@@ -244,7 +290,7 @@ fn nearest(precision: Precision, w: &[f32], codes: &mut [i8]) -> f32 {
     let largest = w.iter().fold(0f32, |largest, w| largest.max(w.abs()));
     let scale = round_scale(precision.scales(), largest / largest_code(code_type));
     if largest < SMALLEST || scale == 0.0 {
-        codes.fill(i8::from(code_type == CodeType::Iq4)); // whose table has no 0
+        codes.fill(if code_type == CodeType::Iq4 { OfIq4::ZERO } else { 0 });
         return 0.0;
     }
     w.iter().zip(codes).for_each(|(&w, code)| *code = code_type.nearest(w / scale));
@@ -361,21 +407,14 @@ fn largest_magnitude<L: Lanes, const N: usize>(w: &[[f32; 16]; N]) -> f32 {
     high.max(L::splat(0.0).sub(low)).largest()
 }
 
-/// The nearest codes, as floats. Adding 1.5 * 2^23 rounds to an integer, ties to even.
-#[inline(always)]
-fn code<L: Lanes, const MIN: i32, const MAX: i32>(x: L) -> L {
-    let magic = L::splat(12_582_912.0);
-    x.max(L::splat(MIN as f32)).min(L::splat(MAX as f32)).add(magic).sub(magic)
-}
-
 /// `sum(w q)` and `sum(q q)` for the codes that `1 / inverse` as scale gives.
 #[inline(always)]
-fn fit<L: Lanes, const N: usize, const MIN: i32, const MAX: i32>(w: &[[f32; 16]; N], inverse: f32) -> (f32, f32) {
+fn fit<L: Lanes, Q: Codes, const N: usize>(w: &[[f32; 16]; N], inverse: f32) -> (f32, f32) {
     let inverse = L::splat(inverse);
     let (mut wq, mut qq) = (L::splat(0.0), L::splat(0.0));
     for x in w {
         let x = L::load(x);
-        let q = code::<L, MIN, MAX>(x.mul(inverse));
+        let q = Q::nearest(x.mul(inverse));
         wq = wq.add(x.mul(q));
         qq = qq.add(q.mul(q));
     }
@@ -383,12 +422,12 @@ fn fit<L: Lanes, const N: usize, const MIN: i32, const MAX: i32>(w: &[[f32; 16];
 }
 
 #[inline(always)]
-fn squared_error<L: Lanes, const N: usize, const MIN: i32, const MAX: i32>(w: &[[f32; 16]; N], scale: f32) -> f32 {
+fn squared_error<L: Lanes, Q: Codes, const N: usize>(w: &[[f32; 16]; N], scale: f32) -> f32 {
     let (scale, inverse) = (L::splat(scale), L::splat(1.0 / scale));
     let mut sum = L::splat(0.0);
     for x in w {
         let x = L::load(x);
-        let error = x.sub(scale.mul(code::<L, MIN, MAX>(x.mul(inverse))));
+        let error = x.sub(scale.mul(Q::nearest(x.mul(inverse))));
         sum = sum.add(error.mul(error));
     }
     sum.sum()
@@ -408,6 +447,7 @@ mod tests {
             Precision::int8(64),
             Precision::int4(32).with_scales(ScaleType::F16),
             Precision::Q5_0,
+            Precision::iq4(128),
             Precision::Mxfp4,
         ] {
             let mut results = Vec::new();

@@ -92,6 +92,8 @@ fn precisions_have_names() {
             r#"{"bits":"uint4","group_size":128,"scales":"f16"}"#,
             "uint4-g128-f16",
         ),
+        (Precision::iq4(128), r#"{"bits":"iq4","group_size":128}"#, "iq4-g128"),
+        (Precision::Iq4Nl, r#"{"bits":"iq4_nl"}"#, "iq4_nl"),
         (Precision::Nvfp4, r#"{"bits":"nvfp4"}"#, "nvfp4"),
         (Precision::Iq3Xxs, r#"{"bits":"iq3_xxs"}"#, "iq3_xxs"),
         (Precision::Q4K, r#"{"bits":"q4_k"}"#, "q4_k"),

@@ -32,8 +32,12 @@ fn every_precision_is_listed_once_under_its_own_name() {
     let plain = [vec!["bf16".into(), "mxfp4".into()], of("int4").into(), of("int8").into(), of("uint4").into()];
     let grids =
         ["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s", "iq1_m", "tq1_0", "tq2_0"].map(String::from);
+    let table = ["iq4-g32", "iq4-g64", "iq4-g128"].map(String::from);
     let fp8 = of("fp8").map(|name| name.replace("f16", "f32"));
-    assert_eq!(names, [plain.concat(), blocks.into(), vec!["nvfp4".into()], grids.into(), fp8.into()].concat());
+    assert_eq!(
+        names,
+        [plain.concat(), blocks.into(), vec!["nvfp4".into()], grids.into(), table.into(), fp8.into()].concat()
+    );
 }
 
 #[test]
@@ -304,7 +308,7 @@ proptest! {
                 Precision::Mxfp4 | Precision::Nvfp4 => largest / 2.7,
                 Precision::Fp8 { .. } => largest / 7.5,
                 Precision::Q5_0 => largest / 14.9,
-                Precision::Iq4Nl => largest / 4.2,
+                Precision::Iq4Nl | Precision::Iq4 { .. } => largest / 4.2,
                 _ => continue,
             };
             let step = step.max(least);

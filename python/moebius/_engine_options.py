@@ -12,7 +12,7 @@ class EngineOptions(TypedDict, total=False):
 
     experts: str | None
     """Precision of the routed experts; auto keeps the precision of a quantized checkpoint and converts others to int4;
-    auto:4.5bpw adds bits to int4 where they pay, up to 4.5 for each weight [default: auto]."""
+    auto:4.5bpw packs four bits of a table, and more where they pay, up to 4.5 for each weight [default: auto]."""
 
     group_size: Literal[32, 64, 128] | None
     """Inputs that share one scale [default: the checkpoint's group size, else the largest that divides]."""

@@ -41,7 +41,7 @@ use crate::{Error, Result};
 /// Tokens of a sequence.
 const WINDOW: usize = 512;
 /// Tokens of a text that are read at most.
-pub const MOST_TOKENS: usize = 1 << 16;
+pub const MOST_TOKENS: usize = 1 << 17;
 /// Tokens that an expert should see on average at least.
 const LEAST_ROWS: usize = 64;
 /// Tokens for each input that say what a whole layer reads.

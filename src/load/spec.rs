@@ -179,9 +179,8 @@ fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): &Kept) -> R
                 config.experts
             )));
         }
-        let plain = Precision::int4(group_size()?);
-        let layers = model.moe_layers().count();
-        return within(f64::from(hundredths) / 100.0, &in_steps(plain), moe.expert_kind(), layers).map(Some);
+        let (steps, layers) = (in_steps(Precision::iq4(group_size()?)), model.moe_layers().count());
+        return within(f64::from(hundredths) / 100.0, &steps, moe.expert_kind(), layers).map(Some);
     }
     let chosen = config.experts.precision(kept);
     if (config.group_size, Some(chosen)) == (None, kept) && chosen.unit() != chosen.group_size().unwrap_or(1) {
@@ -191,11 +190,11 @@ fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): &Kept) -> R
     Ok(Some(precision.with_scales(kept.unwrap_or(Precision::Bf16).scales()).into()))
 }
 
-/// From INT4 to INT8, where more bits pay most first: `down` loses as much as gate and up together on a trained model,
-/// and to it groups of 32 and then a fifth bit bring the most for their size (docs/precision.md).
+/// From 4 bits of a table to INT8, where more bits pay most first: `down` loses as much as gate and up together on a
+/// trained model, and to it groups of 32 and then a fifth bit bring the most for their size (docs/precision.md).
 fn in_steps(plain: Precision) -> Vec<ExpertPrecision> {
-    let [int4, int5, int8] = [Precision::int4(32), Precision::Q5_0, Precision::int8(32)];
-    let steps = [(plain, plain), (plain, int4), (plain, int5), (int4, int5), (int5, int5), (int5, int8), (int8, int8)];
+    let [iq4, int5, int8] = [Precision::iq4(32), Precision::Q5_0, Precision::int8(32)];
+    let steps = [(plain, plain), (plain, iq4), (plain, int5), (iq4, int5), (int5, int5), (int5, int8), (int8, int8)];
     steps.into_iter().map(|(gate, down)| ExpertPrecision { gate, down }).collect()
 }
 
@@ -230,7 +229,7 @@ mod tests {
 
     #[test]
     fn more_bits_go_where_they_pay_within_a_budget() {
-        let [g32, g128, int5, int8] = [Precision::int4(32), Precision::int4(128), Precision::Q5_0, Precision::int8(32)];
+        let [g32, g128, int5, int8] = [Precision::iq4(32), Precision::iq4(128), Precision::Q5_0, Precision::int8(32)];
         let steps = in_steps(g128);
         let of = |budget: f64| within(budget, &steps, ExpertKind::Gated, 8).unwrap();
         assert_eq!([of(4.125), of(16.0)], [g128.into(), int8.into()]);

@@ -417,7 +417,7 @@ impl Row {
             row(int(5, 0), Counted { bits: 6, zero: 0, offsets: true }, 32),
             row(int(6, 32), Counted { bits: 8, zero: 128, offsets: false }, 16),
             row(CodeType::Iq4, Counted { bits: 6, zero: 32, offsets: false }, 32),
-            row(CodeType::Iq4, Plain, 32),
+            row(CodeType::Iq4, Plain, 0),
             row(int(4, 0), WithOffset, 32),
             row(int(5, 0), WithOffset, 32),
             row(int(5, 16), Plain, 32),
@@ -479,6 +479,12 @@ pub enum Precision {
         /// Type of the scales.
         #[serde(default, skip_serializing_if = "ScaleType::is_bf16")]
         scales: ScaleType,
+    },
+    /// Places in the table [`IQ4`], whose values are denser around 0 as weights are, one bf16 scale per `group_size`
+    /// inputs of a row.
+    Iq4 {
+        /// Inputs that share a scale: 32, 64 or 128.
+        group_size: usize,
     },
     /// 4-bit floats, E2M1, one bf16 scale per 32 inputs of a row: half of MXFP4's own, since codes count twice. All
     /// that MXFP4 has are bf16 numbers, the least two of them subnormal.
@@ -561,6 +567,7 @@ impl Precision {
         all.extend(coded.flat_map(|precision| [precision, precision.with_scales(ScaleType::F16)]));
         all.extend([Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Xs, Iq4Nl, Q4_1, Q5_1, Q5_0, Nvfp4]);
         all.extend([Iq2Xxs, Iq2Xs, Iq2S, Iq3Xxs, Iq3S, Iq1S, Iq1M, Tq1_0, Tq2_0]);
+        all.extend(GROUP_SIZES.map(Self::iq4));
         all.extend(GROUP_SIZES.map(Self::fp8).into_iter().flat_map(|fp8| [fp8, fp8.with_scales(ScaleType::F32)]));
         all
     }
@@ -578,6 +585,11 @@ impl Precision {
     /// 4 bits with zero points and bf16 scales.
     pub const fn uint4(group_size: usize) -> Self {
         Precision::Uint4 { group_size, scales: ScaleType::Bf16 }
+    }
+
+    /// 4 bits of a table with bf16 scales.
+    pub const fn iq4(group_size: usize) -> Self {
+        Precision::Iq4 { group_size }
     }
 
     /// FP8 with bf16 scales.
@@ -605,6 +617,7 @@ impl Precision {
             Precision::Int4 { scales, .. } => Precision::Int4 { group_size, scales },
             Precision::Uint4 { scales, .. } => Precision::Uint4 { group_size, scales },
             Precision::Fp8 { scales, .. } => Precision::Fp8 { group_size, scales },
+            Precision::Iq4 { .. } => Precision::Iq4 { group_size },
             _ if self.group_size().is_some_and(|own| own != group_size) => Precision::int8(group_size),
             _ => self,
         }
@@ -642,6 +655,7 @@ impl Precision {
             Precision::Q6K => "q6_k",
             Precision::Iq4Xs => "iq4_xs",
             Precision::Iq4Nl => "iq4_nl",
+            Precision::Iq4 { .. } => "iq4",
             Precision::Q4_1 => "q4_1",
             Precision::Q5_1 => "q5_1",
             Precision::Q5_0 => "q5_0",
@@ -670,7 +684,7 @@ impl Precision {
             Precision::Q5K => 6,
             Precision::Q6K => 7,
             Precision::Iq4Xs => 8,
-            Precision::Iq4Nl => 9,
+            Precision::Iq4Nl | Precision::Iq4 { .. } => 9,
             Precision::Q4_1 => 10,
             Precision::Q5_1 => 11,
             Precision::Q5_0 => 12,
@@ -721,9 +735,11 @@ impl Precision {
                 Precision::Int8 { group_size, .. }
                 | Precision::Int4 { group_size, .. }
                 | Precision::Uint4 { group_size, .. }
+                | Precision::Iq4 { group_size }
                 | Precision::Fp8 { group_size, .. },
                 _,
             ) => Some(group_size),
+            (Precision::Iq4Nl, _) => Some(32),
             (_, Some(row)) => Some(row.group_size),
             (_, None) => None,
         }
@@ -750,7 +766,7 @@ impl Precision {
             | Precision::Uint4 { scales, .. }
             | Precision::Fp8 { scales, .. } => scales,
             Precision::Nvfp4 => ScaleType::F32,
-            Precision::Bf16 | Precision::Mxfp4 => ScaleType::Bf16,
+            Precision::Bf16 | Precision::Mxfp4 | Precision::Iq4 { .. } => ScaleType::Bf16,
             _ => ScaleType::F16,
         }
     }
@@ -783,6 +799,7 @@ impl std::fmt::Display for Precision {
                     ScaleType::F32 => write!(f, "-f32"),
                 }
             }
+            Precision::Iq4 { group_size } => write!(f, "{}-g{group_size}", self.name()),
             _ => f.write_str(self.name()),
         }
     }

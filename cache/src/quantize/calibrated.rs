@@ -15,8 +15,8 @@ use super::lanes::Lanes;
 use super::lanes::Scalar;
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
-use super::{INT4_CANDIDATES, INT5_CANDIDATES, SMALLEST, round_scale};
-use crate::pack::{Precision, TILE_ROWS};
+use super::{INT4_CANDIDATES, INT5_CANDIDATES, IQ4_CANDIDATES, SMALLEST, round_scale};
+use crate::pack::{IQ4, Precision, TILE_ROWS};
 use crate::simd::multiversion;
 
 /// Rounds of codes and scales: on a trained model three leave 2% more of the loss in its answers.
@@ -215,12 +215,12 @@ multiversion!(
 #[inline(always)]
 fn quantize_with<L: Lanes>(precision: Precision, moments: &Moments, tile: Tile<'_>, room: &mut Room) {
     let k = moments.inputs;
-    let [low, high] = range(precision).unwrap_or_else(|| panic!("{precision} is kept, not chosen"));
+    let choice = Choice::of(precision).unwrap_or_else(|| panic!("{precision} is kept, not chosen"));
     let group = precision.group_size().expect("a precision with groups");
     let rows = tile.weights.len() / k;
     let squares: Vec<f32> = moments.squares().map(|i| moments.products[i]).collect();
     for (i, (w, scale)) in tile.weights.chunks_exact(group).zip(&mut *tile.scales).enumerate() {
-        *scale = weighed_scale(precision, w, &squares[i % (k / group) * group..][..group], [low, high]);
+        *scale = weighed_scale(precision, w, &squares[i % (k / group) * group..][..group], choice);
     }
     let Room { weights, codes, loss, of_group } = room;
     for all in [&mut *weights, &mut *codes, &mut *loss, &mut *of_group] {
@@ -232,7 +232,7 @@ fn quantize_with<L: Lanes>(precision: Precision, moments: &Moments, tile: Tile<'
     // From the weights themselves: nothing is lost yet.
     for (i, (code, w)) in codes.iter_mut().zip(tile.weights).enumerate() {
         let scale = scale_of(tile.scales, i / k, i % k);
-        *code = if scale == 0.0 { 0.0 } else { w / scale };
+        *code = if scale == 0.0 { choice.nearest(0.0) } else { w / scale };
     }
     let rounds = if moments.has_pairs() { ROUNDS } else { 1 };
     for _ in 0..rounds {
@@ -244,7 +244,7 @@ fn quantize_with<L: Lanes>(precision: Precision, moments: &Moments, tile: Tile<'
                 if scale == 0.0 {
                     continue;
                 }
-                let best = (codes[at] + loss[at] * inverse / scale).round_ties_even().clamp(low, high);
+                let best = choice.nearest(codes[at] + loss[at] * inverse / scale);
                 let change = (best - codes[at]) * scale;
                 if change != 0.0 {
                     codes[at] = best;
@@ -300,25 +300,64 @@ fn dot<L: Lanes>(a: &[f32], b: &[f32]) -> f32 {
     sum.sum()
 }
 
-/// The smallest and the largest code of a precision whose codes are chosen; `None`: it is kept.
-pub(super) fn range(precision: Precision) -> Option<[f32; 2]> {
-    match precision {
-        Precision::Int4 { .. } => Some([-8.0, 7.0]),
-        Precision::Q5_0 => Some([-16.0, 15.0]),
-        Precision::Int8 { .. } => Some([-127.0, 127.0]),
-        _ => None,
+/// The codes of a precision whose codes are chosen.
+#[derive(Clone, Copy)]
+pub(super) enum Choice {
+    Integers { low: f32, high: f32 },
+    Iq4,
+}
+
+impl Choice {
+    /// `None`: it is kept.
+    pub(super) fn of(precision: Precision) -> Option<Self> {
+        let (low, high) = match precision {
+            Precision::Int4 { .. } => (-8.0, 7.0),
+            Precision::Q5_0 => (-16.0, 15.0),
+            Precision::Int8 { .. } => (-127.0, 127.0),
+            Precision::Iq4 { .. } => return Some(Self::Iq4),
+            _ => return None,
+        };
+        Some(Self::Integers { low, high })
+    }
+
+    #[inline(always)]
+    fn nearest(self, x: f32) -> f32 {
+        match self {
+            Self::Integers { low, high } => x.round_ties_even().clamp(low, high),
+            Self::Iq4 => {
+                let middle = |i: usize| f32::from(i16::from(IQ4[i]) + i16::from(IQ4[i + 1])) / 2.0;
+                let place: usize = (0..15).map(|i| usize::from(x > middle(i))).sum();
+                f32::from(IQ4[place])
+            }
+        }
+    }
+
+    fn largest(self) -> f32 {
+        match self {
+            Self::Integers { high, .. } => high,
+            Self::Iq4 => f32::from(IQ4[15]),
+        }
+    }
+
+    fn candidates(self) -> &'static [f32] {
+        match self {
+            Self::Integers { high: 7.0, .. } => &INT4_CANDIDATES,
+            Self::Integers { high: 15.0, .. } => &INT5_CANDIDATES,
+            Self::Integers { .. } => &[],
+            Self::Iq4 => &IQ4_CANDIDATES,
+        }
     }
 }
 
 /// The scale with the least weighed squared error of a group, by the candidates of the search without data, refitted.
 #[inline(always)]
-fn weighed_scale(precision: Precision, w: &[f32], squares: &[f32], [low, high]: [f32; 2]) -> f32 {
+fn weighed_scale(precision: Precision, w: &[f32], squares: &[f32], choice: Choice) -> f32 {
     let largest = w.iter().fold(0f32, |largest, w| largest.max(w.abs()));
-    let plain = round_scale(precision.scales(), largest / high);
+    let plain = round_scale(precision.scales(), largest / choice.largest());
     if largest < SMALLEST || plain == 0.0 {
         return 0.0;
     }
-    let code = |w: f32, scale: f32| (w / scale).round_ties_even().clamp(low, high);
+    let code = |w: f32, scale: f32| choice.nearest(w / scale);
     let refit = |scale: f32| {
         let (mut wq, mut qq) = (0f64, 0f64);
         for (&w, &h) in w.iter().zip(squares) {
@@ -332,13 +371,8 @@ fn weighed_scale(precision: Precision, w: &[f32], squares: &[f32], [low, high]: 
         let terms = w.iter().zip(squares).map(|(&w, &h)| f64::from(h) * f64::from(w - scale * code(w, scale)).powi(2));
         terms.sum::<f64>()
     };
-    let candidates: &[f32] = match high {
-        7.0 => &INT4_CANDIDATES,
-        15.0 => &INT5_CANDIDATES,
-        _ => &[],
-    };
     let (mut best, mut least) = (plain, error(plain));
-    for candidate in candidates {
+    for candidate in choice.candidates() {
         let scale = round_scale(precision.scales(), refit(refit(largest / candidate)));
         let error = if scale == 0.0 { f64::INFINITY } else { error(scale) };
         if error < least {
@@ -441,6 +475,7 @@ mod tests {
             (Precision::int4(32), 0.5),
             (Precision::int8(64), 0.6),
             (Precision::Q5_0, 0.5),
+            (Precision::iq4(128), 0.5),
         ] {
             let group = precision.group_size().expect("groups");
             let mut nearest = (vec![0; n * k], vec![0.0; n * k / group]);
@@ -459,9 +494,11 @@ mod tests {
         multiversion!(fn only_avx2(p: Precision, m: &Moments, t: Tile<'_>, r: &mut Room) = [quantize_with::<Avx2>,
             quantize_with::<Avx2>, quantize_with::<Scalar>]);
         for moments in [Moments::of_intermediate(k, &x), Moments::of_squares(&x[..k])] {
-            let best = chosen(quantize, Precision::int4(32), &moments, &weights);
-            for run in [only_avx2, quantize_with::<Scalar>] {
-                assert!(best == chosen(run, Precision::int4(32), &moments, &weights));
+            for precision in [Precision::int4(32), Precision::iq4(32)] {
+                let best = chosen(quantize, precision, &moments, &weights);
+                for run in [only_avx2, quantize_with::<Scalar>] {
+                    assert!(best == chosen(run, precision, &moments, &weights), "{precision}");
+                }
             }
         }
     }

@@ -14,6 +14,8 @@ pub(super) trait Lanes: Copy {
     fn mul(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
+    /// `by` more where `x` is above `limit`.
+    fn add_above(self, x: Self, limit: f32, by: f32) -> Self;
     /// Integers within i8 to codes.
     fn store(self, codes: &mut [i8; 16]);
     fn lanes(self) -> [f32; 16];
@@ -87,6 +89,10 @@ impl Lanes for Scalar {
     #[inline(always)]
     fn max(self, other: Self) -> Self {
         self.zip(other, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn add_above(self, x: Self, limit: f32, by: f32) -> Self {
+        self.zip(x, |sum, x| if x > limit { sum + by } else { sum })
     }
     #[inline(always)]
     fn store(self, codes: &mut [i8; 16]) {
@@ -186,6 +192,15 @@ mod x86 {
             unsafe { Avx2(_mm256_set1_ps(x), _mm256_set1_ps(x)) }
         }
         #[inline(always)]
+        fn add_above(self, x: Self, limit: f32, by: f32) -> Self {
+            // SAFETY: see `Avx2`.
+            unsafe {
+                let (limit, by) = (_mm256_set1_ps(limit), _mm256_set1_ps(by));
+                let more = |x| _mm256_and_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(x, limit), by);
+                Avx2(_mm256_add_ps(self.0, more(x.0)), _mm256_add_ps(self.1, more(x.1)))
+            }
+        }
+        #[inline(always)]
         fn store(self, codes: &mut [i8; 16]) {
             super::store_lanes(&self.lanes(), codes);
         }
@@ -222,6 +237,14 @@ mod x86 {
         fn splat(x: f32) -> Self {
             // SAFETY: see `Avx512`.
             unsafe { Avx512(_mm512_set1_ps(x)) }
+        }
+        #[inline(always)]
+        fn add_above(self, x: Self, limit: f32, by: f32) -> Self {
+            // SAFETY: see `Avx512`.
+            unsafe {
+                let above = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(x.0, _mm512_set1_ps(limit));
+                Avx512(_mm512_mask_add_ps(self.0, above, self.0, _mm512_set1_ps(by)))
+            }
         }
         #[inline(always)]
         fn store(self, codes: &mut [i8; 16]) {

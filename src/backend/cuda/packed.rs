@@ -71,6 +71,7 @@ fn span(precision: Precision) -> String {
 fn row_name(precision: Precision) -> String {
     match precision.scales() {
         ScaleType::F32 if precision != Precision::Nvfp4 => format!("{}_f32", precision.name()),
+        _ if matches!(precision, Precision::Iq4 { .. }) => Precision::Iq4Nl.name().into(),
         _ => precision.name().into(),
     }
 }
