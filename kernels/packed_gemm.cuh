@@ -421,10 +421,10 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
                 if (s + 1 < steps) load(s + 1);
             }
             copy_async_wait<AHEAD - 1>();
-            if constexpr (S::WGMMA) {
-                shared_to_async();
-                if (S::ROWS) wgmma_wait<0>();
-            }
+            if (S::WGMMA) shared_to_async();
+#ifdef HAS_WGMMA
+            if (S::WGMMA && S::ROWS) wgmma_wait<0>();
+#endif
             __syncthreads();
             if (s + AHEAD < steps) copy_stage((s + AHEAD) * S::K, write);
             copy_async_commit();

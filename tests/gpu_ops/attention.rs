@@ -148,9 +148,7 @@ fn attention_of_many_sequences() {
     need_gpu!();
     let sides = Sides::new();
     let many: Vec<_> = (0..270).map(|i| (1 + i % 67, 1)).collect();
-    for bits in [KvBits::Bf16, KvBits::Int8] {
-        check_attention(&sides, (2, 1, 64, 64), &many, bits);
-    }
+    check_attention(&sides, (2, 1, 64, 64), &many, KvBits::Bf16);
 }
 
 /// Windows of less than a page, of some and of everything, where they begin and end in pages; chunks; sinks that weigh
@@ -179,7 +177,9 @@ fn attention_in_windows_and_with_sinks() {
             (Some(Window::Chunk(150)), false),
             (None, true),
         ] {
-            for bits in [KvBits::Bf16, KvBits::Int8] {
+            // What is seen does not depend on how it is stored: half of the cases tell.
+            let stored: &[KvBits] = if with_sinks { &[KvBits::Bf16, KvBits::Int8] } else { &[KvBits::Bf16] };
+            for &bits in stored {
                 let (got, want) = both!(sides, |b| {
                     let mut kv = b.kv(pool, (kv_heads, dim, Values::Own(width)), bits).unwrap();
                     b.kv_write(&mut kv, &b.on_device(&all), &b.filled(key_cols, &k), Some(&b.filled(value_cols, &v)));
