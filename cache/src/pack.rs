@@ -55,6 +55,8 @@ pub use precisions::{ExpertPrecision, Precisions};
 pub(crate) use tile::pack_tile;
 pub use tile::{Blocks, Weights, pack_expert, pack_matrix, unpack_code, unpack_expert, unpack_matrix, unpack_scale};
 
+use std::ops::Range;
+
 use crate::{Error, Result};
 
 /// The group sizes there are kernels for, smallest first.
@@ -129,6 +131,37 @@ impl MatrixLayout {
     pub fn bytes(&self) -> usize {
         self.tiles() * self.tile_bytes()
     }
+
+    /// The matrix of some inputs alone, and which bytes of a tile are its tile's. Both ends are multiples of
+    /// [`Precision::unit`], and of 32. Errors: there are none of them.
+    pub fn of_inputs(&self, inputs: Range<usize>) -> Result<(Self, Vec<TilePart>)> {
+        let part = Self::new(self.n, inputs.len(), self.precision)?;
+        let lines = |k| self.precision.line_bytes(k);
+        let mut parts = vec![TilePart {
+            from: self.scale_bytes() + lines(inputs.start),
+            to: part.scale_bytes(),
+            bytes: lines(inputs.len()),
+        }];
+        if let (Some(group), Some(Row { scales, .. })) = (self.precision.group_size(), self.precision.row()) {
+            // What a tile's rows have once belongs to all parts.
+            let head = if scales == Scales::E4m3 { scales.head_bytes() } else { 0 };
+            let (from, end) = (scales.bytes(inputs.start, group), scales.bytes(inputs.len(), group));
+            parts.push(TilePart { from, to: head, bytes: end - head });
+            parts.extend((head > 0).then_some(TilePart { from: 0, to: 0, bytes: head }));
+        }
+        Ok((part, parts))
+    }
+}
+
+/// A run of bytes of a tile, and where it is in the tile of some of its inputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TilePart {
+    /// In the tile of all inputs.
+    pub from: usize,
+    /// In the tile of some.
+    pub to: usize,
+    /// Of both.
+    pub bytes: usize,
 }
 
 /// What an expert has before `down`.
@@ -190,6 +223,17 @@ impl ExpertLayout {
     /// Weights of the expert.
     pub fn weights(&self) -> usize {
         2 * self.gate.n * self.gate.k + self.down.n * self.down.k
+    }
+
+    /// What the width of an expert may be cut at: multiples of this.
+    pub fn width_unit(&self) -> usize {
+        self.down.precision.unit().max(2 * TILE_ROWS)
+    }
+
+    /// The expert of a part of its width alone. Errors: as [`ExpertKind::layout`].
+    pub fn of_width(&self, width: Range<usize>) -> Result<Self> {
+        let precision = ExpertPrecision { gate: self.gate.precision, down: self.down.precision };
+        self.kind().layout(self.gate.k, width.len(), precision)
     }
 
     /// Offset of tile `i` of `gate` in the expert.
