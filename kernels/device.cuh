@@ -95,6 +95,17 @@ __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* p) {
 __device__ __forceinline__ void store_release_system(uint32_t* p, uint32_t v) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+// A word that is whole whenever it is seen, by whatever device; it says nothing of others.
+__device__ __forceinline__ uint64_t load_relaxed_system(const uint64_t* p) {
+    uint64_t v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_relaxed_system(uint64_t* p, uint64_t v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+// To memory of another device, which sees it after a fence of this thread.
+__device__ __forceinline__ void store_peer(uint4* p, const uint4& v) { *p = v; }
 // A read of memory that the CPU has written since the kernel began: past all caches.
 __device__ __forceinline__ uint4 load_uncached(const uint4* p) {
     uint4 v;

@@ -5,6 +5,7 @@
 //
 // Mistakes show:
 //   - Asynchronous copies happen when the kernel waits for them, and no sooner.
+//   - What is stored to another device is seen there when the thread that stored it passes a fence, and no sooner.
 //   - Device memory and dynamic shared memory begin as NaN.
 //   - A buffer ends at a page that no kernel may touch. So does dynamic shared memory, where the launch said.
 //   - A kernel that touches such a page ends there, and its stream reports error 700, an illegal address.
@@ -65,6 +66,11 @@ struct Copy {
     int group;
 };
 
+struct PeerStore {
+    void* to;
+    uint4 value;
+};
+
 struct Fiber;
 extern thread_local Fiber* current;
 void waited();
@@ -88,6 +94,8 @@ void block_barrier(int id, unsigned threads); // threads == 0: all that live
 void add_copy(const Copy& copy);
 void commit_copies();
 void wait_copies(int under_way);
+void add_peer_store(void* to, const uint4& value);
+void land_peer_stores();
 void* dynamic_shared(size_t alignment);
 
 struct Kernel {
@@ -145,7 +153,7 @@ inline void __syncwarp(unsigned mask = 0xffffffffu) {
 }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
-inline void __threadfence_system() { __sync_synchronize(); }
+inline void __threadfence_system() { emulator::land_peer_stores(); }
 template <class T> inline T __shfl_sync(unsigned mask, T x, int from, int width = 32) {
     unsigned lane = emulator::place().lane;
     return emulator::shuffle(mask, x, (lane / width) * width + (unsigned)from % width);
@@ -303,6 +311,9 @@ template <int N> inline void copy_async_wait() { emulator::wait_copies(N); }
 
 inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline uint64_t load_relaxed_system(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline void store_relaxed_system(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+inline void store_peer(uint4* p, const uint4& v) { emulator::add_peer_store(p, v); }
 inline uint4 load_uncached(const uint4* p) {
     __sync_synchronize();
     return *p;

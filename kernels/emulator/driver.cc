@@ -2,6 +2,10 @@
 //
 // A stream is a thread and a queue. Capture writes what is enqueued into a list, a graph runs the list in the order of
 // its writing.
+//
+// There are several devices, with memory of their own. Mistakes show: what is enqueued from a thread whose device is
+// another one than the stream's, copies to or from memory of a device that may not be accessed, and streams that run
+// beside the ones that they wait for.
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -28,13 +32,16 @@ enum {
     SUCCESS = 0,
     INVALID_VALUE = 1,
     OUT_OF_MEMORY = 2,
+    INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201,
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
     ILLEGAL_ADDRESS = 700,
 };
-constexpr size_t MEMORY = 64ull << 30;
-constexpr unsigned SHARED = 232448; // dynamic, of a block
+constexpr int DEVICES = 4;
+constexpr size_t MEMORY = 64ull << 30; // of each
+constexpr unsigned SHARED = 232448;    // dynamic, of a block
 
 static std::map<std::string, Kernel>& kernels() {
     static auto& all = *new std::map<std::string, Kernel>;
@@ -56,6 +63,11 @@ struct Event {
     std::shared_ptr<Graph> capture;
 };
 
+// The calling thread's device; -1: none yet.
+static thread_local int own_device = -1;
+#define NEED_CONTEXT                                                                                                   \
+    if (own_device < 0) return INVALID_CONTEXT;
+
 static double now() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -64,6 +76,7 @@ static double now() {
 
 struct Stream {
     static thread_local Stream* running; // of the thread of a stream
+    const int device = own_device;
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<Work> queue;
@@ -117,7 +130,11 @@ struct Stream {
 thread_local Stream* Stream::running;
 
 static Stream& default_stream() {
-    static Stream* stream = new Stream;
+    static Stream* streams[DEVICES];
+    static auto& mutex = *new std::mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    Stream*& stream = streams[own_device < 0 ? 0 : own_device];
+    if (!stream) stream = new Stream;
     return *stream;
 }
 static Stream& of(Stream* s) { return s ? *s : default_stream(); }
@@ -129,15 +146,41 @@ static auto& streams = *new std::set<Stream*>;
 
 // Device memory ends at a page that cannot be touched.
 static auto& memory_mutex = *new std::mutex;
-static auto& memory = *new std::map<uint64_t, std::pair<void*, size_t>>;
-static size_t memory_used;
+struct Buffer {
+    void* pages;
+    size_t bytes; // of the pages
+    int device;
+};
+static auto& memory = *new std::map<uint64_t, Buffer>; // by where it begins
+static size_t memory_used[DEVICES];
+static bool peers[DEVICES][DEVICES]; // the first may access memory of the second
+
+// Whether a device may access what is there: its own memory, that of a peer, or the host's.
+static bool may_access(int device, uint64_t address) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    auto after = memory.upper_bound(address);
+    if (after == memory.begin()) return true;
+    --after;
+    const Buffer& buffer = after->second;
+    const bool inside = address < (uint64_t)buffer.pages + buffer.bytes;
+    return !inside || buffer.device == device || peers[device][buffer.device];
+}
+// What a copy on a stream must not do.
+static Result check_copy(Stream* s, uint64_t to, uint64_t from) {
+    NEED_CONTEXT
+    if (of(s).device != own_device) return INVALID_CONTEXT;
+    return may_access(own_device, to) && may_access(own_device, from) ? SUCCESS : INVALID_VALUE;
+}
+#define CHECK_COPY(s, to, from)                                                                                        \
+    if (Result result = check_copy(s, (uint64_t)(to), (uint64_t)(from))) return result;
+bool emulator::may_access_peer(const void* address) { return may_access(Stream::running->device, (uint64_t)address); }
 
 extern "C" {
 
 Result cuInit(unsigned) { return SUCCESS; }
 Result cuDriverGetVersion(int* v) { return *v = 13000, SUCCESS; }
-Result cuDeviceGetCount(int* n) { return *n = 1, SUCCESS; }
-Result cuDeviceGet(int* device, int i) { return *device = i, i == 0 ? SUCCESS : 101; }
+Result cuDeviceGetCount(int* n) { return *n = DEVICES, SUCCESS; }
+Result cuDeviceGet(int* device, int i) { return *device = i, i >= 0 && i < DEVICES ? SUCCESS : INVALID_DEVICE; }
 Result cuDeviceGetName(char* name, int len, int) { return snprintf(name, (size_t)len, "emulated GPU"), SUCCESS; }
 Result cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = MEMORY, SUCCESS; }
 Result cuDeviceGetAttribute(int* value, int attribute, int) {
@@ -152,19 +195,30 @@ Result cuDeviceGetAttribute(int* value, int attribute, int) {
     }
     return SUCCESS;
 }
-Result cuDevicePrimaryCtxRetain(void** context, int) { return *context = (void*)1, SUCCESS; }
+// A context is its device's number and 1.
+Result cuDevicePrimaryCtxRetain(void** context, int i) { return *context = (void*)(intptr_t)(i + 1), SUCCESS; }
 Result cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
-Result cuCtxSetCurrent(void*) { return SUCCESS; }
-Result cuCtxGetCurrent(void** context) { return *context = (void*)1, SUCCESS; }
+Result cuCtxSetCurrent(void* context) { return own_device = (int)(intptr_t)context - 1, SUCCESS; }
+Result cuCtxGetCurrent(void** context) { return *context = (void*)(intptr_t)(own_device + 1), SUCCESS; }
+Result cuDeviceCanAccessPeer(int* can, int device, int peer) { return *can = device != peer, SUCCESS; }
+Result cuCtxEnablePeerAccess(void* context, unsigned) {
+    NEED_CONTEXT
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    bool& may = peers[own_device][(intptr_t)context - 1];
+    if (may) return 704; // already enabled
+    return may = true, SUCCESS;
+}
 Result cuCtxSynchronize() { return SUCCESS; }
 Result cuMemGetInfo_v2(size_t* free, size_t* total) {
+    NEED_CONTEXT
     std::lock_guard<std::mutex> lock(memory_mutex);
-    return *total = MEMORY, *free = MEMORY - memory_used, SUCCESS;
+    return *total = MEMORY, *free = MEMORY - memory_used[own_device], SUCCESS;
 }
 Result cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
+    NEED_CONTEXT
     std::lock_guard<std::mutex> lock(memory_mutex);
     if (bytes == 0) return INVALID_VALUE;
-    if (memory_used + bytes > MEMORY) return OUT_OF_MEMORY;
+    if (memory_used[own_device] + bytes > MEMORY) return OUT_OF_MEMORY;
     size_t rounded = (bytes + 255) / 256 * 256, pages = (rounded + 4095) / 4096 * 4096;
     unsigned char* p = (unsigned char*)mmap(
         nullptr, pages + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -172,26 +226,33 @@ Result cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
     mprotect(p + pages, 4096, PROT_NONE);
     uint64_t at = (uint64_t)(p + pages - rounded);
     if (bytes < 256u << 20) memset((void*)at, 0xff, bytes);
-    memory[at] = {p, pages + 4096};
-    memory_used += pages;
+    memory[at] = {p, pages + 4096, own_device};
+    memory_used[own_device] += pages;
     return *pointer = at, SUCCESS;
 }
-// cuMemFree waits for everything that runs. The driver may block other calls meanwhile, so functions with ENTER do.
+// cuMemFree waits for everything that runs on the device. The driver may block other calls meanwhile, so functions with
+// ENTER do.
 static auto& giving_back = *new std::mutex;
 #define ENTER                                                                                                          \
     { std::lock_guard<std::mutex> entered(giving_back); }
 Result cuMemFree_v2(uint64_t pointer) {
+    Buffer buffer;
+    {
+        std::lock_guard<std::mutex> lock(memory_mutex);
+        auto found = memory.find(pointer);
+        if (found == memory.end()) return INVALID_VALUE;
+        buffer = found->second;
+    }
     {
         std::lock_guard<std::mutex> alone(giving_back);
         std::lock_guard<std::mutex> lock(streams_mutex);
-        for (Stream* stream : streams) stream->wait();
+        for (Stream* stream : streams)
+            if (stream->device == buffer.device) stream->wait();
     }
     std::lock_guard<std::mutex> lock(memory_mutex);
-    auto found = memory.find(pointer);
-    if (found == memory.end()) return INVALID_VALUE;
-    memory_used -= found->second.second - 4096;
-    munmap(found->second.first, found->second.second);
-    memory.erase(found);
+    memory_used[buffer.device] -= buffer.bytes - 4096;
+    munmap(buffer.pages, buffer.bytes);
+    memory.erase(pointer);
     return SUCCESS;
 }
 // Pinned memory is read and written when the copy runs, other memory when it is asked for.
@@ -221,6 +282,7 @@ Result cuMemHostUnregister(void* p) { return pin(p, 0), SUCCESS; }
 Result cuMemHostGetDevicePointer_v2(uint64_t* device, void* p, unsigned) { return *device = (uint64_t)p, SUCCESS; }
 
 Result cuStreamCreate(Stream** s, unsigned) {
+    NEED_CONTEXT
     std::lock_guard<std::mutex> lock(streams_mutex);
     streams.insert(*s = new Stream);
     return SUCCESS;
@@ -240,16 +302,52 @@ Result cuStreamQuery(Stream* s) {
 }
 Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* s) {
     ENTER
+    CHECK_COPY(s, to, from)
     if (is_pinned(from)) return of(s).add([=] { memcpy((void*)to, from, bytes); }), SUCCESS;
     auto* begin = (const unsigned char*)from;
     auto staged = std::make_shared<std::vector<unsigned char>>(begin, begin + bytes);
     return of(s).add([=] { memcpy((void*)to, staged->data(), bytes); }), SUCCESS;
 }
 Result cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* s) {
+    CHECK_COPY(s, to, from)
     return of(s).add([=] { memcpy(to, (void*)from, bytes); }), SUCCESS;
 }
 Result cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* s) {
+    CHECK_COPY(s, to, from)
     return of(s).add([=] { memmove((void*)to, (void*)from, bytes); }), SUCCESS;
+}
+// Of host memory that is not pinned, all is read when it is asked for.
+struct Copy2D {
+    size_t from_x, from_y;
+    int from_type;
+    const void* from_host;
+    uint64_t from_device;
+    void* from_array;
+    size_t from_pitch, to_x, to_y;
+    int to_type;
+    void* to_host;
+    uint64_t to_device;
+    void* to_array;
+    size_t to_pitch, bytes, rows;
+};
+Result cuMemcpy2DAsync_v2(const Copy2D* copy, Stream* s) {
+    ENTER
+    const Copy2D c = *copy;
+    if (c.from_type != 1 || c.to_type != 2 || c.from_x || c.from_y || c.to_x || c.to_y) return INVALID_VALUE;
+    if (c.bytes > c.from_pitch || c.bytes > c.to_pitch) return INVALID_VALUE;
+    CHECK_COPY(s, c.to_device, c.from_host)
+    auto* from = (const unsigned char*)c.from_host;
+    auto staged = std::make_shared<std::vector<unsigned char>>();
+    if (!is_pinned(from)) {
+        for (size_t row = 0; row < c.rows; row++)
+            staged->insert(staged->end(), from + row * c.from_pitch, from + row * c.from_pitch + c.bytes);
+    }
+    of(s).add([=] {
+        for (size_t row = 0; row < c.rows; row++)
+            memcpy((unsigned char*)c.to_device + row * c.to_pitch,
+                staged->empty() ? from + row * c.from_pitch : staged->data() + row * c.bytes, c.bytes);
+    });
+    return SUCCESS;
 }
 Result cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, Stream* s) {
     return of(s).add([=] { memset((void*)to, value, bytes); }), SUCCESS;
@@ -259,7 +357,10 @@ Result cuLaunchHostFunc(Stream* s, void (*function)(void*), void* data) {
     return of(s).add([=] { function(data); }), SUCCESS;
 }
 
-Result cuEventCreate(Event** e, unsigned) { return *e = new Event, SUCCESS; }
+Result cuEventCreate(Event** e, unsigned) {
+    NEED_CONTEXT
+    return *e = new Event, SUCCESS;
+}
 Result cuEventDestroy_v2(Event* e) { return delete e, SUCCESS; }
 Result cuEventRecord(Event* e, Stream* s) {
     std::shared_ptr<Graph> capture = of(s).capturing();
@@ -322,6 +423,7 @@ Result cuFuncGetParamInfo(const Kernel* k, size_t i, size_t* offset, size_t* siz
 
 static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
     unsigned shared, Stream* s, void** parameters, bool early) {
+    if (own_device < 0 || of(s).device != own_device) return INVALID_CONTEXT;
     if (gx == 0 || gy == 0 || gz == 0 || gy > 65535 || gz > 65535 || shared > SHARED) return INVALID_VALUE;
     if (bx * by * bz != k->threads) {
         fprintf(stderr, "kernel %s is for %u threads and was given %u\n", k->name, k->threads, bx * by * bz);

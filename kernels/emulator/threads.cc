@@ -43,6 +43,7 @@ struct Fiber {
     void* sp;
     Place place;
     std::vector<Copy> copies;
+    std::vector<PeerStore> stores;                            // that no other device can see yet
     int group, landed;                                        // copy groups: the open one, and how many have landed
     std::vector<std::vector<std::function<void()>>> products; // of warpgroups, by group
 };
@@ -248,6 +249,21 @@ void wait_copies(int under_way) {
     f.copies.resize(kept);
 }
 
+void add_peer_store(void* to, const uint4& value) {
+    if (!may_access_peer(to)) {
+        fprintf(stderr, "kernel %s stores to memory of a device that it may not access\n", block->name());
+        abort();
+    }
+    current->stores.push_back({to, value});
+}
+static void land_stores(Fiber& fiber) {
+    // The last first: their order says nothing.
+    for (; !fiber.stores.empty(); fiber.stores.pop_back())
+        memcpy(fiber.stores.back().to, &fiber.stores.back().value, sizeof(uint4));
+    __sync_synchronize();
+}
+void land_peer_stores() { land_stores(*current); }
+
 void add_product(std::function<void()> product) { current->products.back().push_back(std::move(product)); }
 void commit_products() { current->products.emplace_back(); }
 void wait_products(int under_way) {
@@ -372,6 +388,7 @@ BlockEnd run_block(const Launch& launch, dim3 at) {
     b.first = 1;
     b.count--;
     emulator_switch(&b.main_sp, current->sp);
+    for (unsigned i = 0; i < b.threads; i++) land_stores(b.fibers[i]);
     if (!b.failed && wrote_past_shared()) {
         fprintf(stderr, "kernel %s wrote past the end of its %zu bytes of dynamic shared memory\n", b.name(),
             launch.shared_bytes);

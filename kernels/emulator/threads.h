@@ -17,6 +17,9 @@ struct BlockEnd {
     unsigned waits; // threads that waited for the previous kernel
 };
 
+// Whether the device of the calling stream may access what is there. Of driver.cc.
+bool may_access_peer(const void* address);
+
 // Runs one block to its end on the calling thread.
 BlockEnd run_block(const Launch& launch, dim3 at);
 
