@@ -1,7 +1,7 @@
 //! `Backend`: every device op of the forward pass, with its shapes. Activations stay on the device between ops.
 //!
-//! The ops are ten traits. Each has a file of its own here, and a file of the same name for the CPU and for CUDA with
-//! the code; an op has one name in all of them and in the names of its CUDA kernels.
+//! The ops are eleven traits. Each has a file of its own here, and a file of the same name for the CPU and for CUDA
+//! with the code; an op has one name in all of them and in the names of its CUDA kernels.
 //!
 //! ```text
 //! tensor     activations and weights on the host
@@ -16,6 +16,7 @@
 //! compress   entries of several positions, and attention over them and a window
 //! streams    several residual streams, and what n-grams add to them
 //! route      experts for each token
+//! rank       sums over several devices
 //! record     recorded passes, steering, times
 //! cpu        the ops on a team of threads
 //! cuda       the ops on a GPU
@@ -35,6 +36,7 @@ pub mod cuda;
 mod dense;
 mod load;
 mod memory;
+mod rank;
 mod record;
 mod recur;
 mod route;
@@ -48,6 +50,7 @@ pub use compress::{Compress, CompressRule, Seen};
 pub use dense::Dense;
 pub use load::{DeltaRule, Load, RouterTensors};
 pub use memory::Memory;
+pub use rank::Rank;
 pub use record::{Addition, DecodeShape, Hooks, OpTime, Rates, Record};
 pub use recur::{DeltaInputs, KdaInputs, KdaRule, Mamba2Inputs, Mamba2Rule, Recur};
 pub use route::{Route, Routing};
@@ -55,6 +58,6 @@ pub use select::{IndexQueries, KeyNorm, KeyPool, Select};
 pub use streams::{ConnectWeights, NgramInputs, NgramNorms, Streams};
 
 /// A device that runs the model: it does all of these.
-pub trait Backend: Memory + Load + Dense + Attend + Compress + Streams + Route + Record {}
+pub trait Backend: Memory + Load + Dense + Attend + Compress + Streams + Route + Rank + Record {}
 
-impl<T: Memory + Load + Dense + Attend + Compress + Streams + Route + Record> Backend for T {}
+impl<T: Memory + Load + Dense + Attend + Compress + Streams + Route + Rank + Record> Backend for T {}

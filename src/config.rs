@@ -336,10 +336,11 @@ engine_config! {
         /// Memory of the experts: the mapped cache file (map), a copy in huge pages (copy), or the faster one (auto).
         #[arg(long, default_value = "auto", value_parser = choice_of(&ExpertsMemory::ALL))]
         experts_memory: ExpertsMemory,
-        /// Device to run on: auto (the first GPU, else the CPU), cpu or cuda:0.
+        /// Device to run on: auto (the first GPU, else the CPU), cpu, cuda:0, or cuda:0,1 for a share on each of
+        /// several.
         #[arg(long, value_name = "DEVICE", default_value = "auto")]
         device: Device,
-        /// Maximum VRAM to use, such as 16GiB [default: all that is free].
+        /// Maximum VRAM to use of each GPU, such as 16GiB [default: all that is free].
         #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
         vram: Option<u64>,
         /// Experts of each layer to keep in VRAM: auto (as many as fit), or a number.

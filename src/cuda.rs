@@ -5,6 +5,7 @@
 //! memory        buffers on the device, pinned and registered ones on the host
 //! stream        streams and events
 //! graph         recorded launches
+//! rank          several devices that sum what each has computed
 //! cublas_lt     products of many rows
 //! bandwidth     what memory and the link carry
 //! profile       how long each op took
@@ -23,6 +24,7 @@ mod graph;
 pub(crate) mod kernels;
 mod memory;
 mod profile;
+mod rank;
 mod stream;
 
 use std::ffi::{CStr, c_char};
@@ -37,7 +39,9 @@ use crate::{Error, Result};
 pub use graph::Graph;
 pub use kernels::Kernels;
 pub(crate) use kernels::launch;
-pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered, TensorMap};
+pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered, Runs, TensorMap};
+pub(crate) use rank::MAX_RANKS;
+pub use rank::Rank;
 pub use stream::{CudaEvent, CudaStream};
 
 /// The least driver that the kernels need, as `cuDriverGetVersion` counts: CUDA 13.0, driver 580.

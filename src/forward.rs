@@ -26,6 +26,7 @@
 //! logits       rows of the residual stream become logits
 //! measure      what a model is measured by
 //! erased       `Forward`: a model on any device
+//! ranks        the same of several devices, each with its share
 //! ```
 //!
 //! Imports config, model, backend and experts. Read [`Model::forward`] first.
@@ -42,6 +43,7 @@ mod loader;
 mod logits;
 mod measure;
 mod ngrams;
+mod ranks;
 mod rope;
 mod steer;
 mod streams;
@@ -63,6 +65,7 @@ use join::{After, Stream, Through};
 use kv_cache::{KvCache, LayerCache};
 use logits::Head;
 pub use measure::Measure;
+pub use ranks::Ranks;
 use rope::Ropes;
 use steer::Steering;
 use tap::Tap;
@@ -172,7 +175,7 @@ impl<B: Backend> Layer<'_, B> {
             let (Some(buffers), Some(mixing)) = (of_ngrams, &mut *mixing) else {
                 panic!("n-grams and mixers have buffers");
             };
-            let mut streams = Stream { x: &mut *x, norm: None, after: None };
+            let mut streams = Stream::plain(&mut *x);
             ngrams::ngrams(backend, batch, of_layer, (buffers, mixing, eps), &mut streams)?;
         }
 
@@ -181,7 +184,7 @@ impl<B: Backend> Layer<'_, B> {
         let step = Step { backend, batch, rotary, norm_eps: eps };
         let of_layer =
             attention::Layer { config: &config.attention, weights: &weights.attention, cache: &mut **cache, chosen };
-        let mut stream = Stream { x: &mut *x, norm: None, after: None };
+        let mut stream = Stream::plain(&mut *x);
         match (&weights.entries, &mut *mixing, &mut *result) {
             (Entries::Mixers([mixer, _]), Some(mixing), Some(result)) => {
                 mixing.mix(backend, mixer, eps, stream.x, h);
@@ -213,7 +216,7 @@ impl<B: Backend> Layer<'_, B> {
             chosen: choices.zip(experts.as_ref()).map(|(choices, (_, number))| choices.of(*number, part.rows.start)),
             experts: experts.as_mut().map(|(experts, number)| (&mut **experts, *number)),
         };
-        let mut stream = Stream { x, norm: None, after: None };
+        let mut stream = Stream::plain(x);
         match (&weights.entries, mixing, result) {
             (Entries::Mixers([_, mixer]), Some(mixing), Some(result)) => {
                 mixing.mix(backend, mixer, eps, stream.x, h);
@@ -254,6 +257,7 @@ impl<B: Backend> Model<B> {
         kv: KvCache<B>,
         limits: Limits,
     ) -> Result<Self> {
+        let config = config.share(backend.share())?;
         Ok(Self {
             ropes: Ropes::new(&backend, &config)?,
             parts: Parts::new(&backend, &config, limits)?,

@@ -4,6 +4,7 @@
 //! attention, ffn, rope    the parts of a layer
 //! streams                 several residual streams, and n-grams
 //! config                  a model: its layers, and what its tensors are called
+//! share                   what one of several devices has of it
 //! families                one file for each family of architectures, and their registry
 //! ```
 //!
@@ -14,10 +15,12 @@ mod config;
 pub mod families;
 mod ffn;
 mod rope;
+mod share;
 mod streams;
 
 pub use attention::*;
 pub use config::{LayerConfig, ModelConfig, Names, Norm, Residual};
 pub use ffn::{Activation, Ffn, GroupScore, Groups, Mlp, Moe, Router, Scoring, SharedExpert};
 pub use rope::{Llama3, Rope, RopeScaling, Yarn};
+pub use share::Share;
 pub use streams::{Connections, Hash, LastRead, Mixer, Ngrams, StreamShape};

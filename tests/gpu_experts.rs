@@ -15,7 +15,7 @@ use moebius::backend::{Load, Route, RouterTensors, Routing};
 use moebius::experts::cost::CostModel;
 use moebius::experts::gpu::{GpuExperts, Prefill, Sizes};
 use moebius::experts::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory};
-use moebius::model::{ModelConfig, Router, Scoring, families};
+use moebius::model::{ModelConfig, Router, Scoring, Share, families};
 use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::pack::{ExpertKind, ExpertPrecision, Precisions, unpack_expert};
 use moebius_cache::quantize::quantize_expert;
@@ -150,7 +150,7 @@ fn placed(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place) -> GpuExperts
         Place::Everywhere => (2, 4),
         Place::VramAndCpu => (3, 0),
     };
-    let sizes = Sizes { tokens: MAX_TOKENS, cpu_tokens: MAX_TOKENS, top_k: TOP_K, resident, ring };
+    let sizes = Sizes { tokens: MAX_TOKENS, cpu_tokens: MAX_TOKENS, top_k: TOP_K, resident, ring, share: Share::WHOLE };
     let cpu_bytes = if place == Place::Streamed { 1.0 } else { 1e9 };
     let costs = CostModel { cpu_bytes, cpu_products: 1e18, pcie_bytes: 1e9 };
     let heap = moebius::machine::heap::Heap::default();

@@ -6,9 +6,9 @@
 
 mod common;
 
-use common::gpu::{need_gpu, on_gpu};
+use common::gpu::{gpus, need_gpu, on_gpu};
 use common::{Fixture, greedy};
-use moebius::config::{DenseBits, EngineConfig, ExpertBits, PrefillOn};
+use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, PrefillOn};
 use moebius::engine::capture::{Wanted, capture};
 
 const FIXTURES: &[&str] = &[
@@ -114,6 +114,22 @@ fn experts_in_vram() {
     need_gpu!();
     for name in FIXTURES {
         check(name, "all resident", &exact(EngineConfig::default()));
+    }
+}
+
+/// Heads, widths and experts divided, and the sums of what GPUs make of them.
+#[test]
+fn shares_of_two() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    let two = |config| EngineConfig { device: Device::Cuda(vec![0, 1]), ..exact(config) };
+    for name in ["qwen3_moe", "deepseek_v2_lite", "deepseek_v3", "qwen3_next", "glm4_moe", "qwen2_moe", "mixtral"] {
+        check(name, "a half on each of two GPUs", &two(EngineConfig::default()));
+    }
+    for name in ["qwen3_moe", "deepseek_v3"] {
+        for (resident, prefill) in [(0, PrefillOn::Cpu), (0, PrefillOn::Gpu), (3, PrefillOn::Auto)] {
+            let config = EngineConfig { resident_experts: Some(resident), prefill, ..Default::default() };
+            check(name, &format!("on two GPUs, {resident} resident, prompts on {prefill}"), &two(config));
+        }
     }
 }
 

@@ -59,10 +59,11 @@ class EngineOptions(TypedDict, total=False):
     [default: auto]."""
 
     device: str | None
-    """Device to run on: auto (the first GPU, else the CPU), cpu or cuda:0 [default: auto]."""
+    """Device to run on: auto (the first GPU, else the CPU), cpu, cuda:0, or cuda:0,1 for a share on each of several
+    [default: auto]."""
 
     vram: str | int | None
-    """Maximum VRAM to use, such as 16GiB [default: all that is free]."""
+    """Maximum VRAM to use of each GPU, such as 16GiB [default: all that is free]."""
 
     resident_experts: int | Literal["auto"] | None
     """Experts of each layer to keep in VRAM: auto (as many as fit), or a number [default: auto]."""

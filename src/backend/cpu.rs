@@ -9,6 +9,7 @@
 //! compress                 entries of several positions
 //! streams                  several residual streams
 //! route, record            experts for each token; steering
+//! rank                     no sums over devices
 //! ```
 
 mod attend;
@@ -19,6 +20,7 @@ mod kv;
 mod load;
 mod mamba2;
 mod memory;
+mod rank;
 mod record;
 mod recur;
 mod route;

@@ -12,6 +12,7 @@
 //! recur, streams                 DeltaNet; several residual streams
 //! compress                       entries of several positions, and a window
 //! route, record                  experts for each token; graphs and steering
+//! rank                           sums over several devices
 //! ```
 //!
 //! The residual stream, angles and logits are f32, everything else between ops is bf16. Ops do not wait; `read` does.
@@ -30,6 +31,7 @@ mod measure;
 mod memory;
 pub mod packed;
 mod product;
+mod rank;
 mod record;
 mod recur;
 mod route;
@@ -41,7 +43,7 @@ use std::sync::Arc;
 
 use crate::Result;
 use crate::cuda::cublas_lt::CublasLt;
-use crate::cuda::{Cuda, DeviceBuffer};
+use crate::cuda::{Cuda, DeviceBuffer, Rank};
 
 pub use attend::Kv;
 pub use attend_latent::LatentScratch;
@@ -77,6 +79,7 @@ pub struct CudaBackend {
     graphs: record::Graphs,
     gather_rows: DeviceBuffer<u32>,
     staged_rows: RefCell<Vec<u32>>, // what goes there
+    rank: Option<Rank>,             // `None`: it is alone
 }
 
 impl CudaBackend {
@@ -89,11 +92,17 @@ impl CudaBackend {
             graphs: RefCell::default(),
             gather_rows: DeviceBuffer::new(&cuda, 1 << 16)?,
             staged_rows: RefCell::default(),
+            rank: None,
             cuda,
             limits,
         };
         backend.choose_library()?;
         Ok(backend)
+    }
+
+    /// The same as one of several.
+    pub fn with_rank(self, rank: Rank) -> Self {
+        Self { rank: Some(rank), ..self }
     }
 
     /// The device.

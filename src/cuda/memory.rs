@@ -187,6 +187,51 @@ impl Cuda {
     }
 }
 
+/// Runs of bytes at equal distances on the host, and where they go.
+#[derive(Clone, Copy, Debug)]
+pub struct Runs<'a> {
+    /// From the first run's first byte to the last one's last.
+    pub from: &'a [u8],
+    /// Bytes from one run to the next.
+    pub from_pitch: usize,
+    /// The same where they go.
+    pub to_pitch: usize,
+    /// Of a run.
+    pub bytes: usize,
+    /// How many.
+    pub count: usize,
+}
+
+impl Cuda {
+    /// As [`upload`](Cuda::upload), of runs of bytes.
+    pub fn upload_runs(&self, stream: &CudaStream, to: Address<u8>, runs: Runs<'_>) {
+        if runs.count == 0 || runs.bytes == 0 || self.is_plan() {
+            return;
+        }
+        assert!(runs.from.len() >= (runs.count - 1) * runs.from_pitch + runs.bytes);
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_HOST,
+            srcHost: runs.from.as_ptr().cast(),
+            srcDevice: 0,
+            srcArray: ptr::null_mut(),
+            srcPitch: runs.from_pitch,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: ptr::null_mut(),
+            dstDevice: to.0,
+            dstArray: ptr::null_mut(),
+            dstPitch: runs.to_pitch,
+            WidthInBytes: runs.bytes,
+            Height: runs.count,
+        };
+        // SAFETY: the bytes are there, as was seen above; the caller's address is of as many.
+        self.note("copying to the device", unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.0) });
+    }
+}
+
 impl Cuda {
     /// Copies `bytes` bytes within the device's memory, in the order of `stream`.
     pub fn copy_within<T: Pod>(&self, stream: &CudaStream, to: Address<T>, from: Address<T>, bytes: usize) {

@@ -15,6 +15,7 @@
 //! ```text
 //! epilogue     biases and activation on the device
 //! products     of experts in VRAM: as they are read, or grouped
+//! parts        what this rank has of every expert
 //! residents    experts that live in VRAM, and the tables of their addresses
 //! ring         experts that pass through VRAM
 //! admissions   experts on their way into VRAM beside a step
@@ -23,12 +24,16 @@
 //! prompts      experts alone, of another engine's prompts
 //! ```
 //!
+//! With several GPUs each has a part of every expert's width, and the CPU's share is the first one's to add. All ranks
+//! decide alike where an expert is computed. The experts in VRAM stay there: none come beside a step.
+//!
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
 
 mod admissions;
 mod epilogue;
 mod handoff;
 mod learning;
+mod parts;
 mod products;
 pub mod prompts;
 mod residents;
@@ -36,6 +41,8 @@ mod ring;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+
+use moebius_cache::pack::ExpertLayout;
 
 use super::cost::CostModel;
 use super::pool::{LayerChoices, Pool};
@@ -46,9 +53,11 @@ use crate::Result;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor};
 use crate::cuda::{Address, Cuda, Registered};
 use crate::machine::heap::Heap;
+use crate::model::Share;
 use admissions::{Admissions, Limit};
 use handoff::Handoff;
 use learning::Learning;
+use parts::Parts;
 use products::{Choices, LayerInput, Products};
 use residents::Residents;
 use ring::Ring;
@@ -73,6 +82,8 @@ pub struct Sizes {
     pub resident: usize,
     /// Experts that the ring holds.
     pub ring: usize,
+    /// What this rank has of each.
+    pub share: Share,
 }
 
 /// All routed experts of a model.
@@ -81,6 +92,7 @@ pub struct GpuExperts {
     cuda: Arc<Cuda>,
     cpu: CpuExperts,
     memory: Arc<ExpertMemory>,
+    parts: Parts,
     sizes: Sizes,
     costs: CostModel,
     forced: Option<Prefill>,
@@ -150,7 +162,7 @@ fn learning(
     popularity: Popularity,
     path: Option<PathBuf>,
 ) -> Result<Option<Learning>> {
-    match sizes.resident == shape.experts {
+    match sizes.resident == shape.experts || sizes.share.rank > 0 {
         true => Ok(None),
         false => Learning::new(cuda, popularity, path, shape.layers() * shape.experts).map(Some),
     }
@@ -169,15 +181,16 @@ impl GpuExperts {
         forced: Option<Prefill>,
     ) -> Result<Self> {
         let memory = cpu.memory().clone();
-        let (cache, shape) = (memory.cache(), memory.shape());
+        let parts = Parts::new(memory.clone(), sizes.share)?;
+        let (cache, shape) = (memory.cache(), parts.shape());
         let (layers, experts) = (shape.layers(), shape.experts);
         let path = cache.is_file().then(|| Popularity::path_of(cache.path()));
         let saved = path.as_deref().and_then(|path| Popularity::load(path, layers, experts));
         let popularity = saved.unwrap_or_else(|| Popularity::new(layers, experts));
         let residency = Residency::new((0..layers).map(|layer| popularity.order(layer)), sizes.resident);
         let Buffers { mut residents, ring, products, handoff, admissions } =
-            Buffers::new(&cuda, heap, &shape, cpu.epilogue(), &sizes)?;
-        residents.fill(&mut cpu, &residency)?;
+            Buffers::new(&cuda, heap, shape, cpu.epilogue(), &sizes)?;
+        residents.fill(&mut cpu, &parts, &residency)?;
         let registered = match (sizes.ring >= 2 || sizes.resident > 0) && sizes.resident < experts {
             // Not pinned is slower, not wrong: some systems allow it for no memory of files.
             true => memory
@@ -189,11 +202,13 @@ impl GpuExperts {
         };
         let admissions = match sizes.resident {
             0 => None,
+            _ if !sizes.share.is_whole() => None,
             _ => Admissions::new(&cuda, &memory, &registered, admissions)?,
         };
-        let bytes: Vec<usize> = shape.layouts.iter().map(|layout| layout.bytes()).collect();
+        let bytes: Vec<usize> = cache.layouts().iter().map(ExpertLayout::bytes).collect();
         Ok(Self {
-            learning: learning(&cuda, &shape, &sizes, popularity, path)?,
+            learning: learning(&cuda, shape, &sizes, popularity, path)?,
+            parts,
             ring,
             products,
             handoff,
@@ -221,6 +236,7 @@ impl GpuExperts {
         sizes: &Sizes,
     ) -> Result<u64> {
         let before = cuda.allocated();
+        let (shape, _) = &shape.part(sizes.share)?;
         let _buffers = Buffers::new(cuda, heap, shape, epilogue, sizes)?;
         let _learning = learning(cuda, shape, sizes, Popularity::new(shape.layers(), shape.experts), None)?;
         Ok(cuda.allocated() - before)
@@ -279,6 +295,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             true => resident < experts, // whatever is in VRAM now: it is recorded
             false => streamed < self.pool.residency().in_ram(layer).len(),
         };
+        // It is the first rank that hands the CPU its share and adds it.
+        let cpu = cpu && self.sizes.share.rank == 0;
         assert!(!cpu || tokens <= self.sizes.cpu_tokens, "the CPU was given more tokens than was allocated for");
         let table = match streamed {
             0 => self.residents.table(layer),
@@ -340,7 +358,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     }
 
     fn replayed(&mut self, tokens: usize) -> Result<()> {
-        if self.sizes.resident == self.experts() {
+        if self.sizes.resident == self.experts() || self.sizes.share.rank > 0 {
             return Ok(());
         }
         let mut failed = Ok(());

@@ -10,12 +10,17 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use moebius_cache::format::ExpertCache;
-use moebius_cache::pack::ExpertLayout;
+#[cfg(feature = "cuda")]
+use moebius_cache::pack::TilePart;
+use moebius_cache::pack::{ExpertLayout, Scales};
 
+#[cfg(feature = "cuda")]
+use crate::cuda::Runs;
 use crate::machine::heap::Heap;
 use crate::machine::memory::{self, Buffer};
 use crate::machine::topology;
 use crate::machine::workers::{Shared, Team, Worker};
+use crate::model::Share;
 use crate::{Error, Result};
 
 /// How many routed experts a model has, and how each is packed.
@@ -41,6 +46,34 @@ impl ExpertShape {
     /// The width of an expert.
     pub fn intermediate(&self) -> usize {
         self.layouts[0].down.k
+    }
+
+    /// What a rank has of every expert: a run of its width, and the shape of that. Errors: `Error::Invalid` where
+    /// ranks are too many for the width.
+    pub fn part(&self, share: Share) -> Result<(Self, Range<usize>)> {
+        let width = self.intermediate();
+        let unit = self.layouts.iter().map(ExpertLayout::width_unit).max().unwrap_or(1);
+        if share.is_whole() {
+            return Ok((self.clone(), 0..width));
+        }
+        let plain = |layout: &&ExpertLayout| layout.down.precision.row().is_none_or(|row| row.scales == Scales::Plain);
+        if let Some(other) = self.layouts.iter().find(|layout| !plain(layout)) {
+            return Err(Error::Invalid(format!(
+                "experts in {} are not divided among several GPUs yet: choose --experts int4, or give one GPU",
+                other.down.precision
+            )));
+        }
+        if !width.is_multiple_of(unit) || width / unit < share.of {
+            return Err(Error::Invalid(format!(
+                "experts of width {width} are cut in steps of {unit}, which is too few for {} GPUs: give fewer GPUs, \
+                 or smaller groups (--group-size 32)",
+                share.of
+            )));
+        }
+        let run = share.run(width / unit);
+        let run = run.start * unit..run.end * unit;
+        let layouts = self.layouts.iter().map(|layout| layout.of_width(run.clone()));
+        Ok((Self { layouts: layouts.collect::<moebius_cache::Result<_>>()?, experts: self.experts }, run))
     }
 
     /// Bytes of the largest expert: what one of any layer has room in.
@@ -263,6 +296,40 @@ impl ExpertMemory {
                         put(i * stride + layout.down_tile(down.start), self.down_tiles(layer, expert, down));
                     }
                 }
+            }
+        }
+    }
+
+    /// The bytes of a part of an expert's width, as an expert of that part alone has them: `put(where, runs)` is
+    /// called with what lies together, and where it belongs in `part`, which is [`ExpertShape::part`]'s. Of each tile
+    /// of `down` these are `down_parts`.
+    #[cfg(feature = "cuda")]
+    pub fn each_part<'a>(
+        &'a self,
+        (layer, expert): (usize, usize),
+        (part, width, down_parts): (&ExpertLayout, &Range<usize>, &[TilePart]),
+        mut put: impl FnMut(usize, Runs<'a>),
+    ) {
+        self.want(layer, [expert]);
+        let layout = self.cache.layout(layer);
+        let tile = |at: usize| at * layout.gate.tiles() / layout.down.k;
+        for node in 0..self.nodes() {
+            let (gate, down) = (self.gate_tiles_of(node), self.down_tiles_of(node));
+            let own = gate.start.max(tile(width.start))..gate.end.min(tile(width.end));
+            if !own.is_empty() {
+                let from = self.gate_up_tiles(layer, expert, own.clone());
+                let (pitch, bytes) = (from.len(), from.len());
+                let runs = Runs { from, from_pitch: pitch, to_pitch: pitch, bytes, count: 1 };
+                put(part.gate_tile(own.start - tile(width.start)), runs);
+            }
+            if down.is_empty() {
+                continue;
+            }
+            let from = self.down_tiles(layer, expert, down.clone());
+            for TilePart { from: at, to, bytes } in down_parts {
+                let (from_pitch, to_pitch) = (layout.down.tile_bytes(), part.down.tile_bytes());
+                let runs = Runs { from: &from[*at..], from_pitch, to_pitch, bytes: *bytes, count: down.len() };
+                put(part.down_tile(down.start) + to, runs);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! What follows attention in a layer: a dense MLP, or a router and a shared expert beside the routed ones.
 
-use super::join::{After, Partial, Stream, Through, join};
-use super::loader::Loader;
+use super::join::{After, Partial, Stream, Term, Through, join};
+use super::loader::{Cut, Loader};
 use crate::Result;
 use crate::backend::{Backend, RouterTensors};
 use crate::experts::ExpertExecutor;
@@ -148,13 +148,13 @@ impl<B: Backend> MlpWeights<B> {
             // One tensor has the rows of gate, then those of up.
             let both = loader.source.matrix(&format!("{up}.weight"), 2 * width, hidden)?;
             let half = |i: usize| {
-                let rows = both.head_rows(1, i * width, (i + 1) * width);
+                let rows = loader.cut(both.head_rows(1, i * width, (i + 1) * width), Cut::Width);
                 loader.backend.load_linear(rows, None, loader.bits)
             };
             return Ok(Self {
                 gate: Some(half(0)?),
                 up: half(1)?,
-                down: loader.linear(&down, hidden, width, false)?,
+                down: loader.cut_linear(&down, (hidden, width), Cut::OfWidth, false)?,
                 activation: mlp.activation,
                 output_gate: None,
                 scale: 1.0,
@@ -162,11 +162,11 @@ impl<B: Backend> MlpWeights<B> {
         }
         Ok(Self {
             gate: match mlp.activation.is_gated() {
-                true => Some(loader.linear(&gate, width, hidden, false)?),
+                true => Some(loader.cut_linear(&gate, (width, hidden), Cut::Width, false)?),
                 false => None,
             },
-            up: loader.linear(&up, width, hidden, false)?,
-            down: loader.linear(&down, hidden, width, false)?,
+            up: loader.cut_linear(&up, (width, hidden), Cut::Width, false)?,
+            down: loader.cut_linear(&down, (hidden, width), Cut::OfWidth, false)?,
             activation: mlp.activation,
             output_gate: None,
             scale: 1.0,
@@ -294,7 +294,7 @@ pub(super) fn ffn<B: Backend>(
             // Streams are connected once with all that the part gives.
             if let (Some(After { through: Through::Connected(_), .. }), Some(sum)) = (&stream.after, &mut *sum) {
                 backend.clear(sum);
-                let mut both = Stream { x: &mut *sum, norm: None, after: None };
+                let mut both = Stream::plain(&mut *sum);
                 if let Some(w) = shared {
                     mlp(backend, w, FfnBuffers::mlp(all, width), h, &mut both)?;
                 }
@@ -302,12 +302,14 @@ pub(super) fn ffn<B: Backend>(
                 return join(backend, Partial::Sum(sum), stream);
             }
             if let Some(w) = shared {
+                stream.term = Term::First;
                 mlp(backend, w, FfnBuffers::mlp(all, width), h, stream)?;
+                stream.term = Term::Last;
             }
             match (latent, sum, of_latent) {
                 (Some(latent), Some(sum), Some(rounded)) => {
                     backend.clear(sum);
-                    join(backend, Partial::Experts(experts), &mut Stream { x: &mut *sum, norm: None, after: None })?;
+                    join(backend, Partial::Experts(experts), &mut Stream::plain(&mut *sum))?;
                     backend.rounded(sum, rounded);
                     join(backend, Partial::Product(&latent.up, rounded), stream)
                 }
@@ -333,7 +335,7 @@ pub(super) fn ffn<B: Backend>(
             backend.clear(sum);
             let mut branch = |norm, partial: &mut dyn FnMut(&mut Stream<'_, B>) -> Result<()>| {
                 let after = After { through: Through::Norm((norm, eps), 1.0), result: &mut *after.result };
-                partial(&mut Stream { x: &mut *sum, norm: None, after: Some(after) })
+                partial(&mut Stream { after: Some(after), ..Stream::plain(&mut *sum) })
             };
             if let Some(w) = shared {
                 backend.rms_norm(stream.x, stream.norm.expect("seen above").0, eps, h);

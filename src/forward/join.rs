@@ -1,7 +1,8 @@
 //! The one door into the residual streams, of which most models have one: what a layer adds to it passes here.
 //!
 //! On one device a partial result is the whole one, and the product adds to the stream as it writes. Where each rank
-//! computes a share, ranks sum here.
+//! computes a share, ranks sum here: the first one adds its part to the stream, the others write theirs over it, and
+//! the sum of all is the stream again.
 
 use crate::Result;
 use crate::backend::{Backend, NgramInputs};
@@ -28,6 +29,16 @@ pub(crate) struct Stream<'a, B: Backend> {
     pub(super) norm: Option<(&'a B::Norm, f32)>,
     /// What the result goes through before it is added.
     pub(super) after: Option<After<'a, B>>,
+    /// Which of its results comes next.
+    pub(super) term: Term,
+}
+
+/// Which of a part's results it is: ranks sum once for all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Term {
+    Only,
+    First,
+    Last,
 }
 
 /// What a result goes through, and where it stands until then.
@@ -58,6 +69,11 @@ impl<B: Backend> Through<'_, B> {
 }
 
 impl<'a, B: Backend> Stream<'a, B> {
+    /// One that a result is added to as it is.
+    pub(super) fn plain(x: &'a mut B::Tensor) -> Self {
+        Self { x, norm: None, after: None, term: Term::Only }
+    }
+
     /// Products of what the part reads. `h` has room for it, and a device may leave it unwritten.
     pub(super) fn linears<const N: usize>(
         &self,
@@ -98,19 +114,37 @@ impl<'a, B: Backend> Stream<'a, B> {
 
 /// Adds a part's result to the residual stream.
 pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, stream: &mut Stream<'_, B>) -> Result<()> {
-    let Stream { x, after, .. } = stream;
+    let Stream { x, after, term, .. } = stream;
+    // Other ranks' terms stand in the place of what they add to, which the first rank has.
+    let is_over = backend.share().rank > 0 && *term != Term::Last;
     match (partial, after) {
-        (Partial::Product(w, h), None) => backend.linear_add(w, h, x),
+        (Partial::Product(w, h), None) => {
+            match is_over {
+                false => backend.linear_add(w, h, x),
+                true => backend.linear(w, h, x),
+            }
+            if *term != Term::First {
+                backend.all_reduce(x);
+            }
+        }
         (Partial::Product(w, h), Some(After { through, result })) => {
             backend.linear(w, h, result);
+            backend.all_reduce(result);
             through.add(backend, result, x);
         }
         (Partial::Sum(sum), Some(After { through, .. })) => through.add(backend, sum, x),
         (Partial::Sum(_), None) => panic!("a sum passes a norm"),
-        (Partial::Experts(experts), None) => experts.finish(x)?,
+        (Partial::Experts(experts), None) => {
+            if is_over {
+                backend.clear(x);
+            }
+            experts.finish(x)?;
+            backend.all_reduce(x);
+        }
         (Partial::Experts(experts), Some(After { through, result })) => {
             backend.clear(result);
             experts.finish(result)?;
+            backend.all_reduce(result);
             through.add(backend, result, x);
         }
         (Partial::Ngrams(state, batch, inputs), _) => backend.convolve_ngrams(state, batch, &inputs, x),

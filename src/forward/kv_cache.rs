@@ -114,7 +114,7 @@ pub struct KvCache<B: Backend> {
 impl<B: Backend> KvCache<B> {
     /// Storage of this size in every layer. Memory is taken as it is first used.
     pub fn new(backend: &B, model: &ModelConfig, size: CacheSize, bits: KvBits) -> Result<Self> {
-        let hidden = model.hidden_size;
+        let (model, hidden) = (model.share(backend.share())?, model.hidden_size);
         let layers = model.layers.iter().map(|layer| LayerCache::new(backend, (layer, hidden), size, bits));
         let states = model.layers.iter().flat_map(|layer| layer.states(hidden)).flatten();
         let of_sequence = states.map(StateShape::total).sum();

@@ -4,7 +4,7 @@ use crate::backend::Backend;
 use crate::backend::source::TensorSource;
 use crate::backend::tensor::HostTensor;
 use crate::config::DenseBits;
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, Share};
 use crate::{Error, Result};
 
 /// Reads one model's tensors onto one backend.
@@ -13,6 +13,22 @@ pub(super) struct Loader<'a, B: Backend> {
     pub(super) source: &'a dyn TensorSource,
     pub(super) model: &'a ModelConfig,
     pub(super) bits: DenseBits,
+    pub(super) share: Share,
+}
+
+/// What a rank has of a matrix `[n, k]`.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Cut {
+    /// All.
+    Whole,
+    /// Its run of so many heads, whose rows lie one after the other.
+    Heads(usize),
+    /// The columns that belong to such rows of another matrix. Ranks sum the products, of which the first adds a bias.
+    OfHeads(usize),
+    /// Rows of an MLP's width.
+    Width,
+    /// The columns that belong to them.
+    OfWidth,
 }
 
 impl<'a, B: Backend> Loader<'a, B> {
@@ -21,11 +37,44 @@ impl<'a, B: Backend> Loader<'a, B> {
         Self { bits: self.bits.of_sensitive(), ..*self }
     }
 
-    /// The projection `name`, `[n, k]`, and its bias `[n]`.
+    /// The projection `name`, `[n, k]`, and its bias `[n]`, of which every rank has all.
     pub(super) fn linear(&self, name: &str, n: usize, k: usize, bias: bool) -> Result<B::Linear> {
-        let weight = self.source.matrix(&format!("{name}.weight"), n, k)?;
-        let bias = if bias { Some(self.source.vector(&format!("{name}.bias"), n)?) } else { None };
+        self.cut_linear(name, (n, k), Cut::Whole, bias)
+    }
+
+    /// A rank's part of the projection `name`, `[n, k]`, and of its bias `[n]`.
+    pub(super) fn cut_linear(&self, name: &str, (n, k): (usize, usize), cut: Cut, bias: bool) -> Result<B::Linear> {
+        let weight = self.cut(self.source.matrix(&format!("{name}.weight"), n, k)?, cut);
+        let is_sum = matches!(cut, Cut::OfHeads(_) | Cut::OfWidth);
+        let bias = match (bias, is_sum) {
+            (false, _) => None,
+            (true, true) if self.share.rank > 0 => None,
+            (true, true) => Some(self.source.vector(&format!("{name}.bias"), n)?),
+            (true, false) => Some(self.cut(self.source.vector(&format!("{name}.bias"), n)?, cut)),
+        };
         self.backend.load_linear(weight, bias, self.bits)
+    }
+
+    /// A rank's part of a matrix.
+    pub(super) fn cut<'b>(&self, all: HostTensor<'b>, cut: Cut) -> HostTensor<'b> {
+        let (n, k) = (all.rows(), all.cols());
+        let heads = |of: usize, heads: usize| {
+            let run = self.share.run(heads);
+            run.start * (of / heads)..run.end * (of / heads)
+        };
+        let width = |of: usize| self.share.width(of).expect("the model was divided before its weights");
+        let (rows, cols) = match cut {
+            _ if self.share.is_whole() => return all,
+            Cut::Whole => return all,
+            Cut::Heads(count) => (heads(n, count), 0..k),
+            Cut::OfHeads(count) => (0..n, heads(k, count)),
+            Cut::Width => (width(n), 0..k),
+            Cut::OfWidth => (0..n, width(k)),
+        };
+        match rows.len() == n {
+            true => all.cols_by(&cols.collect::<Vec<_>>()),
+            false => all.head_rows(1, rows.start, rows.end),
+        }
     }
 
     /// The norm `name`, `[len]`.

@@ -63,7 +63,8 @@ impl<B: Backend> Weights<B> {
         bits: DenseBits,
         report: &dyn Fn(usize, usize) -> Result<()>,
     ) -> Result<Self> {
-        let loader = Loader { backend, source, model, bits };
+        model.share(backend.share())?; // what cannot be divided is told before anything is read
+        let loader = Loader { backend, source, model, bits, share: backend.share() };
         let (body, hidden, vocab) = (model.names.body, model.hidden_size, model.vocab_size);
         let embedding = format!("{body}{}.weight", model.names.embedding);
         let head = if model.tied_embeddings { embedding.clone() } else { format!("{}.weight", model.names.head) };

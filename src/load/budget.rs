@@ -16,9 +16,9 @@ use crate::{Error, Result};
 pub enum Budget {
     /// On the CPU alone.
     Cpu(CpuPlan),
-    /// On a GPU.
+    /// On GPUs, each with its share.
     #[cfg(feature = "cuda")]
-    Gpu(Arc<crate::cuda::Cuda>, super::gpu::GpuPlan),
+    Gpu(Vec<Arc<crate::cuda::Cuda>>, Box<super::gpu::GpuPlan>),
 }
 
 /// What a model takes of RAM, in bytes, and the context that fits beside it.
@@ -49,9 +49,9 @@ impl Budget {
     /// machine's available bytes.
     pub fn new(spec: &Spec<'_>, machine: &Machine) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        if let Some(cuda) = open_gpu(spec.config)? {
-            let plan = gpu_plan(spec, &cuda.info, machine)?;
-            return Ok(Self::Gpu(cuda, plan));
+        if let Some(devices) = open_gpus(spec.config)? {
+            let plan = gpu_plan(spec, &least(&devices), machine)?;
+            return Ok(Self::Gpu(devices, Box::new(plan)));
         }
         #[cfg(not(feature = "cuda"))]
         if let device @ Device::Cuda(_) = &spec.config.device {
@@ -157,20 +157,41 @@ fn check_no_gpu(config: &EngineConfig) -> Result<()> {
     }
 }
 
-/// The GPU to run on, if any. Errors: `Error::Device` when the chosen one cannot be used; `Error::Invalid` for several.
+/// The GPUs to run on, if any. Errors: `Error::Device` when a chosen one cannot be used; `Error::Invalid` for some that
+/// are not alike.
 #[cfg(feature = "cuda")]
-pub(super) fn open_gpu(config: &EngineConfig) -> Result<Option<Arc<crate::cuda::Cuda>>> {
-    match &config.device {
-        Device::Cpu => Ok(None),
-        Device::Auto => Ok(crate::cuda::Cuda::open(0).ok()),
-        Device::Cuda(numbers) => match numbers[..] {
-            [number] => crate::cuda::Cuda::open(number).map(Some),
-            _ => Err(Error::Invalid(format!(
-                "--device {}: several GPUs are not supported yet: give one, as in --device cuda:0",
-                config.device
-            ))),
-        },
+pub(super) fn open_gpus(config: &EngineConfig) -> Result<Option<Vec<Arc<crate::cuda::Cuda>>>> {
+    use crate::cuda::Cuda;
+    let numbers = match &config.device {
+        Device::Cpu => return Ok(None),
+        Device::Auto => return Ok(Cuda::open(0).ok().map(|cuda| vec![cuda])),
+        Device::Cuda(numbers) => numbers,
+    };
+    let refuse = |why: String| Err(Error::Invalid(format!("--device {}: {why}", config.device)));
+    let (most, mut distinct) = (crate::cuda::MAX_RANKS, numbers.clone());
+    distinct.sort_unstable();
+    distinct.dedup();
+    if distinct.len() < numbers.len() {
+        return refuse("a GPU is named twice, name each once".into());
     }
+    if numbers.len() > most {
+        return refuse(format!("a model is divided among {most} GPUs at most"));
+    }
+    let devices = numbers.iter().map(|number| Cuda::open(*number)).collect::<Result<Vec<_>>>()?;
+    let kind = |cuda: &Arc<Cuda>| (cuda.info.name.clone(), cuda.info.capability);
+    if let Some((number, other)) = numbers.iter().zip(&devices).find(|(_, cuda)| kind(cuda) != kind(&devices[0])) {
+        let (first, other) = (&devices[0].info.name, &other.info.name);
+        return refuse(format!("cuda:{number} is a {other} and the first is a {first}, name GPUs of one kind"));
+    }
+    Ok(Some(devices))
+}
+
+/// The one of several GPUs of a kind that has the least memory.
+#[cfg(feature = "cuda")]
+pub(super) fn least(devices: &[Arc<crate::cuda::Cuda>]) -> crate::cuda::DeviceInfo {
+    let bytes = |of: fn(&crate::cuda::DeviceInfo) -> u64| devices.iter().map(|cuda| of(&cuda.info)).min().unwrap_or(0);
+    let (total_bytes, free_bytes) = (bytes(|info| info.total_bytes), bytes(|info| info.free_bytes));
+    crate::cuda::DeviceInfo { total_bytes, free_bytes, ..devices[0].info.clone() }
 }
 
 #[cfg(test)]

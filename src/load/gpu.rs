@@ -19,31 +19,31 @@ use super::place::place;
 use super::spec::Spec;
 use super::speed::Expected;
 use super::{LoadProgress, Loaded, Stored};
-use crate::Result;
 use crate::backend::Routing;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cuda::CudaBackend;
 use crate::config::{EngineConfig, ExpertsMemory, PrefillOn};
-use crate::cuda::Cuda;
+use crate::cuda::{Cuda, Rank};
 use crate::experts::cost::CostModel;
 use crate::experts::gpu::{GpuExperts, Prefill, Sizes};
 use crate::experts::{CpuExperts, Epilogue, ExpertExecutor};
-use crate::forward::Model;
 use crate::forward::kv_cache::{CacheSize, KvCache};
 use crate::forward::weights::Weights;
+use crate::forward::{Model, Ranks};
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::machine::topology;
 use crate::machine::workers::Team;
-use crate::model::ModelConfig;
+use crate::model::Share;
+use crate::{Error, Result};
 use plan::gpu_limits;
 pub use plan::{CONTEXT_BYTES, GpuPlan, Short};
 pub use speed::{GpuRates, on_gpu};
 
-/// Puts a model together on a device.
+/// Puts a model together on a device, or a share of it on each of several.
 pub(super) fn assemble(
     spec: &Spec<'_>,
     Stored { resident, experts }: Stored<'_>,
-    (cuda, plan): (Arc<Cuda>, GpuPlan),
+    (devices, plan): (Vec<Arc<Cuda>>, GpuPlan),
     machine: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
@@ -53,46 +53,74 @@ pub(super) fn assemble(
         crews::choose(spec, &machine, spec.expert_bytes()?, report)?;
     }
     let Machine { team, kernel, heap, .. } = machine;
+    let cuda = &devices[0];
+    cuda.enter_thread()?;
     // While there is room for it.
     let vram_bytes = cuda.vram_bandwidth(SAMPLE_BYTES)?;
-    let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, plan.max_context))?;
-    let weights = Weights::load(&backend, resident, model, config.dense, &|done, layers| {
-        report(LoadProgress::Weights(done, layers));
-        watch_memory()
-    })?;
-    let mut speeds = None;
-    let executor: Option<Box<dyn ExpertExecutor<CudaBackend>>> = match (experts, plan.sizes) {
-        (Some(cache), Some(sizes)) => {
-            let all = sizes.resident == cache.num_experts();
-            // Experts that all go to VRAM are read once.
-            let place_config = match all {
-                true => EngineConfig { experts_memory: ExpertsMemory::Map, lock: false, ..config.clone() },
-                false => config.clone(),
-            };
-            let memory = Arc::new(place(cache, &place_config, &team, report)?);
-            let epilogue = Epilogue::load(&heap, resident, model)?;
-            let pairs = sizes.cpu_tokens * sizes.top_k;
-            let mut cpu = CpuExperts::new(&heap, memory, team.clone(), kernel, pairs)?.with(epilogue);
-            let measured = if all {
-                CostModel { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 }
-            } else {
-                measure(&cuda, &team, &mut cpu, &sizes)?
-            };
-            speeds = (!all).then_some(measured);
-            // Between two layers' experts the device has its turn.
-            team.spin_for(DEVICE_TURN);
-            let forced = match config.prefill {
-                PrefillOn::Auto => None,
-                PrefillOn::Cpu => Some(Prefill::Cpu),
-                PrefillOn::Gpu => Some(Prefill::Gpu),
-            };
-            Some(Box::new(GpuExperts::new(cuda.clone(), &heap, cpu, sizes, measured, forced)?))
-        }
-        _ => None,
+    let mut ranks = match devices.len() {
+        1 => Vec::new(),
+        _ => Rank::of_devices(&devices)?,
+    }
+    .into_iter();
+    let dense = |cuda: &Arc<Cuda>| {
+        cuda.enter_thread()?;
+        let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, plan.max_context))?;
+        let backend = match ranks.next() {
+            None => backend,
+            Some(rank) => backend.with_rank(rank),
+        };
+        let weights = Weights::load(&backend, resident, model, config.dense, &|done, layers| {
+            report(LoadProgress::Weights(done, layers));
+            watch_memory()
+        })?;
+        Ok((backend, weights))
     };
+    let parts = devices.iter().map(dense).collect::<Result<Vec<_>>>()?;
+    cuda.enter_thread()?;
+    let mut speeds = None;
+    let mut executors: Vec<Option<Box<dyn ExpertExecutor<CudaBackend>>>> = devices.iter().map(|_| None).collect();
+    if let (Some(cache), Some(sizes)) = (experts, plan.sizes) {
+        let all = sizes.resident == cache.num_experts();
+        // Experts that all go to VRAM are read once.
+        let place_config = match all {
+            true => EngineConfig { experts_memory: ExpertsMemory::Map, lock: false, ..config.clone() },
+            false => config.clone(),
+        };
+        let memory = Arc::new(place(cache, &place_config, &team, report)?);
+        let cpu_of = |pairs| {
+            let cpu = CpuExperts::new(&heap, memory.clone(), team.clone(), kernel, pairs)?;
+            Ok::<_, Error>(cpu.with(Epilogue::load(&heap, resident, model)?))
+        };
+        let mut cpu = cpu_of(sizes.cpu_tokens * sizes.top_k)?;
+        let measured = if all {
+            CostModel { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 }
+        } else {
+            let one = measure(cuda, &team, &mut cpu, &sizes)?;
+            // Each link carries its own part of an expert.
+            CostModel { pcie_bytes: devices.len() as f64 * one.pcie_bytes, ..one }
+        };
+        speeds = (!all).then_some(measured);
+        // Between two layers' experts the device has its turn.
+        team.spin_for(DEVICE_TURN);
+        let forced = match config.prefill {
+            PrefillOn::Auto => None,
+            PrefillOn::Cpu => Some(Prefill::Cpu),
+            PrefillOn::Gpu => Some(Prefill::Gpu),
+        };
+        let mut first = Some(cpu);
+        for (rank, (cuda, executor)) in devices.iter().zip(&mut executors).enumerate() {
+            cuda.enter_thread()?;
+            // The CPU's share is computed once; other ranks ask for nothing.
+            let cpu = first.take().map_or_else(|| cpu_of(sizes.top_k), Ok)?;
+            let sizes = Sizes { share: Share { rank, of: devices.len() }, ..sizes };
+            *executor = Some(Box::new(GpuExperts::new(cuda.clone(), &heap, cpu, sizes, measured, forced)?));
+        }
+    }
+    cuda.enter_thread()?;
+    let backend = &parts[0].0;
     let rates = GpuRates { vram_bytes, speeds };
     let expected = on_gpu(&plan, spec, &rates)?;
-    let mut device = describe(&plan, model, speeds, backend.library(), &expected);
+    let mut device = describe(&plan, spec, speeds, backend.library(), &expected);
     let mut host_blocks = plan.host_blocks;
     if host_blocks > 0 {
         // What is slower to copy than to compute is better computed.
@@ -107,12 +135,18 @@ pub(super) fn assemble(
     }
     let (slots, snapshots) = (config.max_sequences, plan.snapshots);
     let size = CacheSize { blocks: plan.kv_blocks, slots, snapshots, host_blocks };
-    let kv = KvCache::new(&backend, model, size, config.kv)?;
     report(LoadProgress::Experts(&device));
-    let model = Box::new(Model::new(backend, model.clone(), weights, executor, kv, plan.limits)?);
-    cuda.synchronize()?;
+    let mut models = Vec::new();
+    for (cuda, ((backend, weights), executor)) in devices.iter().zip(parts.into_iter().zip(executors)) {
+        cuda.enter_thread()?;
+        let kv = KvCache::new(&backend, model, size, config.kv)?;
+        models.push(Model::new(backend, model.clone(), weights, executor, kv, plan.limits)?);
+        cuda.synchronize()?;
+    }
+    devices[0].enter_thread()?;
+    let first = models.remove(0);
     Ok(Loaded {
-        model,
+        model: if models.is_empty() { Box::new(first) } else { Box::new(Ranks::new(first, models)) },
         kv_blocks: plan.kv_blocks,
         host_blocks,
         snapshots,
@@ -129,13 +163,17 @@ pub(super) fn assemble(
 /// What was decided, in one line.
 fn describe(
     plan: &GpuPlan,
-    model: &ModelConfig,
+    spec: &Spec<'_>,
     speeds: Option<CostModel>,
     library: Option<String>,
     expected: &Expected,
 ) -> String {
+    let many = match spec.ranks() {
+        1 => String::new(),
+        n => format!("{n} x "),
+    };
     let mut line = format!(
-        "{}: {:.1} GiB of VRAM (weights {:.1}, KV {:.1} for a context of {}, buffers {:.1}",
+        "{many}{}: {:.1} GiB of VRAM (weights {:.1}, KV {:.1} for a context of {}, buffers {:.1}",
         plan.device.name,
         gib(plan.total()),
         gib(plan.weights),
@@ -143,7 +181,7 @@ fn describe(
         plan.max_context,
         gib(plan.buffers),
     );
-    if let (Some(sizes), Some(moe)) = (plan.sizes, model.moe()) {
+    if let (Some(sizes), Some(moe)) = (plan.sizes, spec.model.moe()) {
         line += &format!(
             ", experts {:.1}, passing {:.1}); {} of {} experts of a layer resident",
             gib(plan.resident),

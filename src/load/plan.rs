@@ -206,7 +206,7 @@ mod gpu {
     use crate::config::{self, KvBits, PrefillOn};
     use crate::cuda::{Cuda, DeviceInfo};
     use crate::experts::cost::CostModel;
-    use crate::load::budget::{gpu_plan, open_gpu};
+    use crate::load::budget::{gpu_plan, least, open_gpus};
     use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, GpuRates, on_gpu};
 
     /// A card that is not here: 128 multiprocessors of compute capability 8.9, PCIe 4.0 with 16 lanes.
@@ -228,7 +228,7 @@ mod gpu {
         /// The one there is; one of `--vram` where there is none. Errors: the one asked for cannot be used, and there
         /// is no size to assume one of.
         pub(super) fn find(config: &EngineConfig) -> Result<Option<Self>> {
-            let found = match open_gpu(config) {
+            let found = match open_gpus(config) {
                 Ok(found) => found,
                 Err(error @ Error::Invalid(_)) => return Err(error),
                 Err(_) if config.vram.is_some() => None,
@@ -237,15 +237,17 @@ mod gpu {
                 }
             };
             match (found, config.vram) {
-                (Some(cuda), _) => Self::measure(&cuda).map(Some),
+                (Some(devices), _) => Self::measure(&devices).map(Some),
                 (None, Some(_)) if config.device != config::Device::Cpu => Ok(Some(Self::assumed())),
                 (None, _) => Ok(None),
             }
         }
 
-        fn measure(cuda: &Arc<Cuda>) -> Result<Self> {
+        fn measure(devices: &[Arc<Cuda>]) -> Result<Self> {
+            let cuda = &devices[0];
+            cuda.enter_thread()?;
             Ok(Self {
-                info: cuda.info.clone(),
+                info: least(devices),
                 is_assumed: false,
                 vram_bytes: cuda.vram_bandwidth(SAMPLE_BYTES)?,
                 pcie_bytes: cuda.pcie_bandwidth(SAMPLE_BYTES)?,
@@ -274,7 +276,7 @@ mod gpu {
             let costs = CostModel {
                 cpu_bytes: CostModel::CPU_SHARE * cpu.read_bytes,
                 cpu_products: cpu.expert_products,
-                pcie_bytes: device.pcie_bytes,
+                pcie_bytes: spec.ranks() as f64 * device.pcie_bytes, // each link carries a part of an expert
             };
             let rates = GpuRates { vram_bytes: device.vram_bytes, speeds: Some(costs) };
             let expected = |plan: &GpuPlan, spec: &Spec<'_>| on_gpu(plan, spec, &rates);
@@ -292,7 +294,10 @@ mod gpu {
                 part("expert cache", 0, 0, spec.expert_bytes()?),
             ];
             Ok(Plan {
-                device: device.info.name.clone(),
+                device: match spec.ranks() {
+                    1 => device.info.name.clone(),
+                    n => format!("each of {n} x {}", device.info.name),
+                },
                 is_assumed: device.is_assumed,
                 parts,
                 vram_limit_bytes: plan.vram,

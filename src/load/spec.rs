@@ -6,10 +6,10 @@ use moebius_cache::codec::{Quantization, Source, kept_by_all};
 use moebius_cache::pack::{CodeType, ExpertKind, ExpertPrecision, GROUP_SIZES, Precisions, largest_group_size};
 
 use super::cache::cache_job;
-use crate::config::{CPU_BATCH_TOKENS, EngineConfig, ExpertBits};
+use crate::config::{CPU_BATCH_TOKENS, Device, EngineConfig, ExpertBits};
 use crate::experts::ExpertShape;
 use crate::forward::Limits;
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, Share};
 use crate::{Error, Result};
 
 /// A model, the choices for a run of it, and what they make of its routed experts.
@@ -100,6 +100,19 @@ impl<'a> Spec<'a> {
         let layout = |i| moe.expert_kind().layout(hidden, moe.intermediate_size, precision.layer(i));
         let layouts = (0..self.model.moe_layers().count()).map(layout).collect::<moebius_cache::Result<_>>()?;
         Ok(Some(ExpertShape { layouts, experts: moe.num_experts }))
+    }
+
+    /// GPUs that each have a share of the model.
+    pub(super) fn ranks(&self) -> usize {
+        match &self.config.device {
+            Device::Cuda(numbers) => numbers.len().max(1),
+            Device::Auto | Device::Cpu => 1,
+        }
+    }
+
+    /// What the GPU has that has the most.
+    pub(super) fn largest_share(&self) -> Share {
+        Share { rank: self.ranks() - 1, of: self.ranks() }
     }
 
     /// Bytes of all packed routed experts.

@@ -22,7 +22,7 @@ mod mla;
 mod nothing;
 mod short_conv;
 
-use super::Rope;
+use super::{Rope, Share};
 
 pub use compressed::{Compressed, Compressor};
 pub use delta_net::{DeltaGate, DeltaNet};
@@ -211,6 +211,11 @@ pub trait Facts {
     /// Seconds that a GPU takes for a layer of this kind in decode, whatever it reads. Measured on an H200.
     fn gpu_seconds(&self) -> f64 {
         30e-6
+    }
+
+    /// What a rank has of it; `None`: it cannot be divided so.
+    fn divided(&self, _: Share) -> Option<Attention> {
+        None
     }
 
     /// What the GPU's kernels lack for it, if anything.

@@ -30,6 +30,11 @@ pub fn device() -> Option<&'static str> {
     })
 }
 
+/// How many GPUs there are to test on.
+pub fn gpus() -> usize {
+    device().map_or(0, |_| moebius::cuda::devices().len())
+}
+
 /// On the GPU.
 pub fn on_gpu(config: EngineConfig) -> EngineConfig {
     EngineConfig { device: Device::Cuda(vec![0]), ..config }

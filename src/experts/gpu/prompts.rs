@@ -15,6 +15,7 @@ use std::sync::Arc;
 use half::bf16;
 
 use super::Sizes;
+use super::parts::Parts;
 use super::products::{Choices, Products};
 use super::ring::{ExpertRun, Ring};
 use crate::cuda::kernels::rows::ROW_NUMBERS;
@@ -22,6 +23,7 @@ use crate::cuda::kernels::stream::STREAM_THREADS;
 use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, Registered, kernels, launch};
 use crate::experts::ExpertMemory;
 use crate::experts::service::{DeviceTokens, ExpertService, RowType, ServedLayer};
+use crate::model::Share;
 use crate::{Error, Result};
 
 /// Experts of a layer that `experts_sort` takes.
@@ -51,6 +53,7 @@ pub struct Prompts {
     service: Arc<ExpertService>,
     from_tokens: usize,
     pairs: usize, // of a token and an expert, that there is room for
+    parts: Parts,
     ring: Ring,
     products: Products,
     crossing: Vec<Vec<usize>>,  // [layers]: the experts that cross for a prompt, as it was last
@@ -90,7 +93,7 @@ impl Prompts {
         let pairs = tokens * top_k;
         let half = (sizes.ring_bytes / 2 / shape.most_bytes()).clamp(1, shape.experts);
         let products = service.with_epilogue(|epilogue| {
-            let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring: 0 };
+            let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring: 0, share: Share::WHOLE };
             Products::new(cuda, &shape, epilogue, &sizes)
         })?;
         let ring = Ring::new(cuda, &shape, half)?;
@@ -98,6 +101,7 @@ impl Prompts {
         let registered =
             memory.regions().into_iter().map_while(|region| Registered::new(region, !memory.is_copy()).ok()).collect();
         let prompts = Self {
+            parts: Parts::new(memory.clone(), Share::WHOLE)?,
             ring,
             products,
             from_tokens: sizes.from_tokens,
@@ -255,7 +259,7 @@ impl Prompts {
         }
         let memory = self.service.memory();
         let experts = &self.crossing[part.layer][part.ranks.clone()];
-        self.ring.copy(memory, half, part.layer, experts, vec![0; memory.shape().experts]);
+        self.ring.copy(&self.parts, half, (part.layer, experts), vec![0; memory.shape().experts]);
         self.ring.holds[half] = Some(part.clone());
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use moebius_cache::pack::ExpertLayout;
 
+use super::parts::Parts;
 use crate::Result;
 use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer};
 use crate::experts::residency::{Place, Residency};
@@ -47,18 +48,15 @@ impl Residents {
     }
 
     /// Copies the experts that are to be in VRAM. Errors: `Error::Cache` for a damaged one.
-    pub(super) fn fill(&mut self, cpu: &mut CpuExperts, residency: &Residency) -> Result<()> {
-        let (cuda, memory) = (self.cuda.clone(), cpu.memory().clone());
+    pub(super) fn fill(&mut self, cpu: &mut CpuExperts, parts: &Parts, residency: &Residency) -> Result<()> {
+        let cuda = self.cuda.clone();
         for layer in 0..residency.layers() {
             if self.slots > 0 {
                 cpu.check_layer(layer)?;
             }
             for &expert in residency.in_vram(layer) {
                 let Place::Vram(slot) = residency.place(layer, expert) else { continue };
-                let to = self.address(slot);
-                memory.each_run(layer, expert as usize..expert as usize + 1, |offset, bytes| {
-                    cuda.upload(&cuda.copy, to.add(offset), bytes)
-                });
+                parts.upload(&cuda, layer, expert as usize..expert as usize + 1, self.address(slot));
             }
             let addresses: Vec<u64> = self.addresses(residency, layer).collect();
             self.staged[layer * self.experts..][..self.experts].copy_from_slice(&addresses);

@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::GpuExperts;
+use super::parts::Parts;
 use super::products::{Choices, LayerInput};
 use crate::Result;
 use crate::cuda::{Address, Cuda, CudaEvent, DeviceBuffer};
-use crate::experts::{ExpertMemory, ExpertShape};
+use crate::experts::ExpertShape;
 
 /// Two halves of VRAM that experts pass through: one is filled while the other is used.
 pub(super) struct Ring {
@@ -80,10 +81,9 @@ impl Ring {
     /// those of `table`.
     pub(super) fn copy(
         &mut self,
-        memory: &ExpertMemory,
+        parts: &Parts,
         half: usize,
-        layer: usize,
-        experts: &[usize],
+        (layer, experts): (usize, &[usize]),
         mut table: Vec<u64>,
     ) {
         let Self { cuda, shape, .. } = &*self;
@@ -92,9 +92,7 @@ impl Ring {
         let mut to = self.bytes.address().add(half * self.half * shape.most_bytes());
         // Neighbours in the file cross together.
         for run in experts.chunk_by(|a, b| a + 1 == *b) {
-            memory.each_run(layer, run[0]..run[0] + run.len(), |offset, bytes| {
-                cuda.upload(&cuda.copy, to.add(offset), bytes)
-            });
+            parts.upload(cuda, layer, run[0]..run[0] + run.len(), to);
             for &expert in run {
                 table[expert] = to.to_u64();
                 to = to.add(bytes);
@@ -103,7 +101,7 @@ impl Ring {
         cuda.upload(&cuda.copy, self.table(half), &table);
         cuda.record(&self.filled[half], &cuda.copy);
         self.newest = half;
-        self.copied_bytes += (experts.len() * bytes) as u64;
+        self.copied_bytes += (experts.len() * parts.whole_bytes(layer)) as u64;
     }
 
     pub(super) fn table(&self, half: usize) -> Address<u64> {
@@ -129,12 +127,14 @@ impl GpuExperts {
     /// Enqueues the copies of experts of `layer`, in ascending order, into a half of the ring. Residents are computed
     /// with the first of a layer.
     fn copy(&mut self, half: usize, layer: usize, experts: &[usize], with_residents: bool) -> Result<()> {
-        self.cpu.check_layer(layer)?;
+        if self.parts.share().rank == 0 {
+            self.cpu.check_layer(layer)?; // of all ranks: a damaged expert ends the pass
+        }
         let table = match with_residents {
             true => self.residents.addresses(self.pool.residency(), layer).collect(),
             false => vec![0; self.experts()],
         };
-        self.ring.copy(&self.memory, half, layer, experts, table);
+        self.ring.copy(&self.parts, half, (layer, experts), table);
         Ok(())
     }
 

@@ -31,7 +31,7 @@ impl<B: Backend> Weights<B> {
             qkv: backend.load_linear(qkv, None, bits)?,
             z: backend.load_linear(z, None, bits)?,
             o: backend.load_linear(o, None, bits)?,
-            rule: backend.load_delta_net(a, rule)?,
+            rule: backend.load_delta_net(&a.heads(loader.share), rule)?,
         })
     }
 

@@ -5,7 +5,7 @@ use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, Heads, Softmax};
 use crate::forward::join::{Partial, Stream, join};
 use crate::forward::kv_cache::LayerCache;
-use crate::forward::loader::Loader;
+use crate::forward::loader::{Cut, Loader};
 use crate::model::{Bias, Gqa, OutputGate, QkNorm};
 use crate::{Error, Result};
 
@@ -30,17 +30,23 @@ impl<B: Backend> Weights<B> {
         let (bias, qk) = (a.bias != Bias::None, format!("{name}.q_proj"));
         let fused = a.fused_parts.map(|parts| Fused::read(loader, &name, a, parts)).transpose()?;
         let of_keys_and_values = loader.of_keys_and_values();
-        let loader_of = |i: usize| if i == 0 { loader } else { &of_keys_and_values };
-        let projection = |i: usize, rows: usize| match &fused {
-            Some(fused) => fused.part(loader_of(i), i),
-            None => loader_of(i).linear(&format!("{name}.{}_proj", ["q", "k", "v"][i]), rows, hidden, bias),
+        let heads = Cut::Heads(a.num_heads);
+        let projection = |i: usize, rows: usize| {
+            let (loader, cut) = match i {
+                0 => (loader, heads),
+                _ => (&of_keys_and_values, Cut::Heads(a.num_kv_heads)),
+            };
+            match &fused {
+                Some(fused) => loader.backend.load_linear(loader.cut(fused.part(i), cut), None, loader.bits),
+                None => loader.cut_linear(&format!("{name}.{}_proj", ["q", "k", "v"][i]), (rows, hidden), cut, bias),
+            }
         };
         let (queries, output_gate) = match (a.output_gate, a.gate()) {
             (Some(OutputGate::InQuery), _) => {
                 (head_part(loader, &qk, a, 0, bias)?, Some(head_part(loader, &qk, a, 1, bias)?))
             }
             (_, Some((rows, _))) => {
-                (projection(0, q)?, Some(loader.linear(&format!("{name}.g_proj"), rows, hidden, false)?))
+                (projection(0, q)?, Some(loader.cut_linear(&format!("{name}.g_proj"), (rows, hidden), heads, false)?))
             }
             (_, None) => (projection(0, q)?, None),
         };
@@ -56,7 +62,10 @@ impl<B: Backend> Weights<B> {
                 false => Some(projection(2, a.num_kv_heads * a.value_dim)?),
                 true => None,
             },
-            o: loader.linear(&format!("{name}.{}", names.o), hidden, a.num_heads * a.value_dim, a.bias == Bias::All)?,
+            o: {
+                let (shape, cut) = ((hidden, a.num_heads * a.value_dim), Cut::OfHeads(a.num_heads));
+                loader.cut_linear(&format!("{name}.{}", names.o), shape, cut, a.bias == Bias::All)?
+            },
             qk_norm: match a.qk_norm {
                 QkNorm::None => None,
                 QkNorm::PerHead => norms(a.head_dim, a.head_dim)?,
@@ -67,7 +76,7 @@ impl<B: Backend> Weights<B> {
             sinks: match a.sinks {
                 true => {
                     let name = format!("{name}.{}", names.sinks);
-                    Some(backend.load_norm(loader.source.vector(&name, a.num_heads)?)?)
+                    Some(backend.load_norm(loader.cut(loader.source.vector(&name, a.num_heads)?, heads))?)
                 }
                 false => None,
             },
@@ -100,9 +109,8 @@ impl<'a> Fused<'a> {
     }
 
     /// Queries, keys or values.
-    fn part<B: Backend>(&self, loader: &Loader<'_, B>, i: usize) -> Result<B::Linear> {
-        let rows = self.all.head_rows(self.parts, self.ends[i], self.ends[i + 1]);
-        loader.backend.load_linear(rows, None, loader.bits)
+    fn part(&self, i: usize) -> HostTensor<'static> {
+        self.all.head_rows(self.parts, self.ends[i], self.ends[i + 1])
     }
 }
 
@@ -111,7 +119,9 @@ fn head_part<B: Backend>(loader: &Loader<'_, B>, name: &str, a: &Gqa, half: usiz
     let (rows, dim) = (2 * a.num_heads * a.head_dim, a.head_dim);
     let weight = loader.source.matrix(&format!("{name}.weight"), rows, loader.model.hidden_size)?;
     let bias = if bias { Some(loader.source.vector(&format!("{name}.bias"), rows)?) } else { None };
-    let part = |all: HostTensor<'_>| all.head_rows(a.num_heads, half * dim, (half + 1) * dim);
+    let part = |all: HostTensor<'_>| {
+        loader.cut(all.head_rows(a.num_heads, half * dim, (half + 1) * dim), Cut::Heads(a.num_heads))
+    };
     loader.backend.load_linear(part(weight), bias.map(part), loader.bits)
 }
 

@@ -16,7 +16,7 @@ use crate::Result;
 use crate::backend::{Backend, Heads};
 use crate::forward::join::{Partial, Stream, join};
 use crate::forward::kv_cache::LayerCache;
-use crate::forward::loader::Loader;
+use crate::forward::loader::{Cut, Loader};
 use crate::model::{GateActivation, Mla};
 
 /// Latent-attention projections.
@@ -59,14 +59,15 @@ impl<B: Backend> Weights<B> {
         let (hidden, heads) = (loader.model.hidden_size, a.num_heads);
         let q = heads * a.qk_head_dim();
         let kv_b_rows = heads * (a.qk_nope_head_dim + a.v_head_dim);
+        let cut = Cut::Heads(heads);
         let kv_b = loader.source.matrix(&format!("{name}.kv_b_proj.weight"), kv_b_rows, a.kv_lora_rank)?;
         Ok(Self {
             q: match a.q_lora_rank {
-                None => Query::Direct(loader.linear(&format!("{name}.q_proj"), q, hidden, false)?),
+                None => Query::Direct(loader.cut_linear(&format!("{name}.q_proj"), (q, hidden), cut, false)?),
                 Some(rank) => Query::Lora {
                     a: loader.linear(&format!("{name}.q_a_proj"), rank, hidden, a.bias)?,
                     norm: loader.norm(&format!("{name}.q_a_layernorm.weight"), rank)?,
-                    b: loader.linear(&format!("{name}.q_b_proj"), q, rank, false)?,
+                    b: loader.cut_linear(&format!("{name}.q_b_proj"), (q, rank), cut, false)?,
                 },
             },
             kv_a: loader.of_keys_and_values().linear(
@@ -76,12 +77,15 @@ impl<B: Backend> Weights<B> {
                 a.bias,
             )?,
             kv_a_norm: loader.norm(&format!("{name}.kv_a_layernorm.weight"), a.kv_lora_rank)?,
-            up: loader.backend.load_latent_up(a, kv_b)?,
+            up: loader.backend.load_latent_up(&a.heads(loader.share), loader.cut(kv_b, cut))?,
             gate: match a.head_gate {
-                true => Some(loader.linear(&format!("{name}.g_proj"), heads, hidden, false)?),
+                true => Some(loader.cut_linear(&format!("{name}.g_proj"), (heads, hidden), cut, false)?),
                 false => None,
             },
-            o: loader.linear(&format!("{name}.{}", names.o), hidden, heads * a.v_head_dim, a.bias)?,
+            o: {
+                let shape = (hidden, heads * a.v_head_dim);
+                loader.cut_linear(&format!("{name}.{}", names.o), shape, Cut::OfHeads(heads), a.bias)?
+            },
             indexer: indexer::Weights::load(loader, &name, a.selection.as_ref())?,
         })
     }

@@ -1,10 +1,12 @@
 //! What goes where on a GPU, decided before anything is loaded: the same constructors run on a device that only counts.
 
+use std::sync::Arc;
+
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cuda::{self as gpu, CudaBackend};
 use crate::backend::source::Shapes;
 use crate::config::{EngineConfig, KvBits, PrefillOn};
-use crate::cuda::{Cuda, DeviceInfo};
+use crate::cuda::{Cuda, DeviceInfo, Rank};
 use crate::experts::gpu::{GpuExperts, Sizes};
 use crate::experts::{Epilogue, ExpertShape};
 use crate::forward::kv_cache::{CacheSize, KvCache};
@@ -14,6 +16,7 @@ use crate::load::machine::{Machine, RESERVE_BYTES, gib};
 use crate::load::memory::{count, count_experts, snapshots};
 use crate::load::spec::Spec;
 use crate::machine::heap::Heap;
+use crate::model::Share;
 use crate::{Error, Result};
 
 use super::refusal::refusal;
@@ -80,7 +83,7 @@ impl GpuPlan {
         count_experts(spec, &heap, machine.kernel, machine.team.threads(), sizes.cpu_tokens)?;
         let epilogue = Epilogue::load(&heap, &Shapes, spec.model)?;
         GpuExperts::count(&cuda, &heap, &shape, &epilogue, sizes)?;
-        Ok(self.pinned + cuda.pinned() + heap.bytes())
+        Ok(spec.ranks() as u64 * (self.pinned + cuda.pinned()) + heap.bytes())
     }
 
     /// Decides. Errors: `Error::Resources` with the flags that help where it does not fit into VRAM or RAM;
@@ -196,13 +199,14 @@ impl Planner<'_> {
             PrefillOn::Cpu => limits.chunk_tokens,
             _ => limits.chunk_tokens.min(CPU_TOKENS),
         };
-        let sizes = Sizes { tokens: limits.chunk_tokens, cpu_tokens, top_k: moe.router.top_k, resident: 0, ring: 0 };
+        let (tokens, top_k, share) = (limits.chunk_tokens, moe.router.top_k, self.spec.largest_share());
+        let sizes = Sizes { tokens, cpu_tokens, top_k, resident: 0, ring: 0, share };
         let (cuda, heap) = (Cuda::plan(self.device.clone()), Heap::plan());
         let epilogue = Epilogue::load(&heap, &Shapes, model)?;
         let work = GpuExperts::count(&cuda, &heap, &shape, &epilogue, &sizes)?;
         // The context first, as chosen, or a quarter of what is left; then the experts.
         match self.context(limits, &Counted { buffers: counted.buffers + work, ..counted }, block) {
-            Attempt::Fits(plan) => self.experts(*plan, &shape, sizes),
+            Attempt::Fits(plan) => self.experts(*plan, &shape.part(share)?.0, sizes),
             needs => Ok(needs),
         }
     }
@@ -210,7 +214,7 @@ impl Planner<'_> {
     /// Pinned RAM of a cache of this size.
     fn pinned_bytes(&self, context: usize, size: CacheSize) -> Result<u64> {
         let cuda = Cuda::plan(self.device.clone());
-        let backend = CudaBackend::new(cuda.clone(), gpu_limits(self.spec.config, context))?;
+        let backend = planned(&self.spec, &cuda, context)?;
         let own = cuda.pinned();
         KvCache::new(&backend, self.spec.model, size, self.spec.config.kv)?;
         Ok(cuda.pinned() - own)
@@ -300,6 +304,7 @@ fn check(spec: &Spec<'_>) -> Result<()> {
         return Err(Error::Invalid("--kv bf16x2 is for the CPU: use --kv bf16 or int8, or --device cpu".into()));
     }
     spec.check_context()?;
+    model.share(spec.largest_share())?;
     let mut lacking = model.layers.iter().filter_map(|layer| layer.attention.gpu_lacks());
     let of_streams = || model.connections()?.gpu_lacks();
     match lacking.next().or_else(of_streams).or_else(|| model.moe()?.gpu_lacks(model.hidden_size)) {
@@ -350,7 +355,7 @@ impl Counted {
     fn of(planner: &Planner<'_>, limits: Limits, context: usize, kv_blocks: usize) -> Result<Self> {
         let Spec { model, config, .. } = planner.spec;
         let cuda = Cuda::plan(planner.device.clone());
-        let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, context))?;
+        let backend = planned(&planner.spec, &cuda, context)?;
         let own = cuda.allocated();
         let weights = Weights::load(&backend, &Shapes, model, config.dense, &|_, _| Ok(()))?;
         let weights_bytes = cuda.allocated() - own;
@@ -367,6 +372,13 @@ impl Counted {
             pinned: cuda.pinned(),
         })
     }
+}
+
+/// A backend that only counts, of the share that takes the most.
+fn planned(spec: &Spec<'_>, cuda: &Arc<Cuda>, context: usize) -> Result<CudaBackend> {
+    let (backend, Share { rank, of }) =
+        (CudaBackend::new(cuda.clone(), gpu_limits(spec.config, context))?, spec.largest_share());
+    Ok(if of == 1 { backend } else { backend.with_rank(Rank::planned(cuda, rank, of)?) })
 }
 
 pub(super) fn gpu_limits(config: &EngineConfig, context: usize) -> gpu::Limits {

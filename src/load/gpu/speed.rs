@@ -33,6 +33,11 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     const VRAM_SHARE: f64 = 0.8;
     const HANDOFF_S: f64 = 10e-6;
     const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
+    // Sums over several GPUs: of one row, and bytes a second of many.
+    const SUM_S: f64 = 8e-6;
+    const SUM_BYTES: f64 = 150e9;
+    let ranks = spec.ranks() as f64;
+    let sums = if ranks > 1.0 { 2.0 * spec.model.layers.len() as f64 } else { 0.0 };
     let work = TokenWork::of(spec)?;
     let resident = plan.sizes.map_or(work.num_experts, |sizes| sizes.resident);
     let others = work.num_experts - resident;
@@ -40,7 +45,8 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
 
     let share = expected_hits(resident as f64 / all);
     let own = work.dense_bytes + share * moe_layers * top_k * work.expert_bytes();
-    let mut decode = own / (VRAM_SHARE * rates.vram_bytes)
+    let mut decode = own / (ranks * VRAM_SHARE * rates.vram_bytes)
+        + sums * SUM_S
         + spec.model.layers.iter().map(|layer| layer.attention.gpu_seconds()).sum::<f64>();
     if let (Some(speeds), true) = (&rates.speeds, others > 0) {
         decode += moe_layers * ((1.0 - share) * top_k * work.expert_bytes() / speeds.cpu_bytes + HANDOFF_S);
@@ -64,12 +70,13 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
         }
         _ => (0.0, 0.0, 0),
     };
-    let rate = products(&plan.device);
+    let rate = ranks * products(&plan.device);
     let on_gpu = (resident + streamed) as f64 / all * n * top_k * work.expert_products() / rate;
     let rest = n * (work.dense_products + n / 2.0 * work.attention_products) / rate;
     // Copies run beside all of the GPU's work, the CPU only beside the experts'.
     let least = spec.model.layers.len() as f64 * PREFILL_LAYER_S;
-    let prefill = (least + rest + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing);
+    let summing = sums * n * 4.0 * spec.model.hidden_size as f64 / SUM_BYTES;
+    let prefill = (least + rest + summing + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing);
     Ok(Expected { decode_tok_per_s: 1.0 / decode, prefill_tok_per_s: n / prefill, prefill_tokens: tokens })
 }
 

@@ -1,6 +1,7 @@
 //! Gated DeltaNet: a state of fixed size instead of keys and values.
 
-use super::{Facts, Matrix, StateShape};
+use super::{Attention, Facts, Matrix, StateShape};
+use crate::model::Share;
 
 /// Gated DeltaNet: linear attention with a decaying state and the delta rule. Source: arXiv 2412.06464, and HF
 /// modeling_qwen3_next.
@@ -38,6 +39,13 @@ pub enum DeltaGate {
 }
 
 impl DeltaNet {
+    /// A rank's heads.
+    pub fn heads(&self, share: Share) -> Self {
+        let num_key_heads = share.run(self.num_key_heads).len();
+        let num_value_heads = self.num_value_heads / self.num_key_heads * num_key_heads;
+        Self { num_key_heads, num_value_heads, ..self.clone() }
+    }
+
     /// Queries, keys and values of a token: what the convolution runs over.
     pub fn conv_dim(&self) -> usize {
         2 * self.num_key_heads * self.key_head_dim + self.value_dim()
@@ -50,6 +58,10 @@ impl DeltaNet {
 }
 
 impl Facts for DeltaNet {
+    fn divided(&self, share: Share) -> Option<Attention> {
+        self.num_key_heads.is_multiple_of(share.of).then(|| Attention::DeltaNet(self.heads(share)))
+    }
+
     fn state(&self) -> Option<StateShape> {
         Some(StateShape {
             past_inputs: self.conv_width - 1,

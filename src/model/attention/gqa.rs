@@ -1,7 +1,7 @@
 //! Grouped queries: several query heads share one key/value head.
 
-use super::{Facts, Indexer, KvDims, Matrix, PositionScale, Selection, Values, Window};
-use crate::model::Rope;
+use super::{Attention, Facts, Indexer, KvDims, Matrix, PositionScale, Selection, Values, Window};
+use crate::model::{Rope, Share};
 
 /// Grouped-query attention.
 #[derive(Clone, Debug, PartialEq)]
@@ -134,6 +134,14 @@ impl Facts for Gqa {
     fn products_per_pair(&self) -> usize {
         let index = self.selection.as_ref().and_then(Selection::own).map_or(0, Indexer::products_per_pair);
         self.num_heads * (self.head_dim + self.value_dim) + index
+    }
+
+    fn divided(&self, share: Share) -> Option<Attention> {
+        let (heads, kv_heads, of) = (self.num_heads, self.num_kv_heads, share.of);
+        let even = heads.is_multiple_of(of) && (kv_heads.is_multiple_of(of) || of.is_multiple_of(kv_heads));
+        let alone = self.qk_norm != QkNorm::FullWidth && self.selection.is_none();
+        let num_kv_heads = share.run(kv_heads).len();
+        (even && alone).then(|| Attention::Gqa(Self { num_heads: heads / of, num_kv_heads, ..self.clone() }))
     }
 
     fn gpu_lacks(&self) -> Option<String> {

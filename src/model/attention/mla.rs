@@ -1,7 +1,7 @@
 //! Latent attention: keys and values are linear in one cached latent.
 
-use super::{Facts, Indexer, KvDims, Matrix, PositionScale, Selection, Values};
-use crate::model::Rope;
+use super::{Attention, Facts, Indexer, KvDims, Matrix, PositionScale, Selection, Values};
+use crate::model::{Rope, Share};
 
 /// Multi-head latent attention. Source: DeepSeek-V2 report, section 2.1.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,6 +35,11 @@ pub struct Mla {
 }
 
 impl Mla {
+    /// A rank's heads of the same latent.
+    pub fn heads(&self, share: Share) -> Self {
+        Self { num_heads: share.run(self.num_heads).len(), ..self.clone() }
+    }
+
     /// Width of a query or key head.
     pub fn qk_head_dim(&self) -> usize {
         self.qk_nope_head_dim + self.qk_rope_head_dim
@@ -84,6 +89,11 @@ impl Facts for Mla {
     fn products_per_pair(&self) -> usize {
         let index = self.selection.as_ref().and_then(Selection::own).map_or(0, Indexer::products_per_pair);
         self.num_heads * (self.qk_head_dim() + self.v_head_dim) + index
+    }
+
+    fn divided(&self, share: Share) -> Option<Attention> {
+        let even = self.num_heads.is_multiple_of(share.of) && self.selection.is_none();
+        even.then(|| Attention::Mla(self.heads(share)))
     }
 
     fn gpu_seconds(&self) -> f64 {

@@ -12,7 +12,7 @@ use crate::Result;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, DeltaRule};
 use crate::forward::loader::Loader;
-use crate::model::DeltaNet;
+use crate::model::{DeltaNet, Share};
 
 /// On their way to a device.
 pub(super) struct Tensors<'a> {
@@ -56,7 +56,28 @@ pub(super) fn read<'a, B: Backend>(loader: &Loader<'a, B>, name: &str, a: &Delta
     };
     let tensors = Tensors { qkv, z, o, rule };
     // In whatever order heads are, they take the same memory.
-    Ok(if a.tiled && !loader.backend.is_plan() { untiled(a, tensors) } else { tensors })
+    let tensors = if a.tiled && !loader.backend.is_plan() { untiled(a, tensors) } else { tensors };
+    Ok(if loader.share.is_whole() { tensors } else { of_rank(a, loader.share, tensors) })
+}
+
+/// A rank's heads.
+fn of_rank<'a>(a: &DeltaNet, share: Share, Tensors { qkv, z, o, rule }: Tensors<'a>) -> Tensors<'a> {
+    let (keys, per_key) = (share.run(a.num_key_heads), a.num_value_heads / a.num_key_heads);
+    // What there is of `width` for each value head, behind `before` of something else.
+    let of = |before: usize, width: usize| before + keys.start * per_key * width..before + keys.end * per_key * width;
+    let all_keys = a.num_key_heads * a.key_head_dim;
+    let of_keys = |before: usize| before + keys.start * a.key_head_dim..before + keys.end * a.key_head_dim;
+    let channels: Vec<usize> = of_keys(0).chain(of_keys(all_keys)).chain(of(2 * all_keys, a.value_head_dim)).collect();
+    let (of_heads, values): (Vec<usize>, Vec<usize>) = (of(0, 1).collect(), of(0, a.value_head_dim).collect());
+    let of_gates: Vec<usize> = of(0, 1).chain(of(a.num_value_heads, 1)).collect();
+    let rule = DeltaRule {
+        conv: rule.conv.rows_by(&channels),
+        gates: rule.gates.rows_by(&of_gates),
+        rates: rule.rates.rows_by(&of_heads),
+        dt_bias: rule.dt_bias.rows_by(&of_heads),
+        ..rule
+    };
+    Tensors { qkv: qkv.rows_by(&channels), z: z.rows_by(&values), o: o.cols_by(&values), rule }
 }
 
 /// The value heads of a key head beside each other.

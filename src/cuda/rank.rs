@@ -1,0 +1,190 @@
+//! Devices that read and write each other's memory, to sum what each has computed (kernels/all_reduce.cu).
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Release;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::{self, CUresult};
+
+pub(crate) use super::kernels::all_reduce::MAX_RANKS;
+use super::kernels::all_reduce::{CHUNK, FEW_NUMBERS, INBOX_BYTES, MANY_NUMBERS, REDUCE_THREADS, STAMPS};
+use super::kernels::{self, launch};
+use super::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, succeed};
+use crate::{Error, Result};
+
+/// How long devices may take for their first sums.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// The same where threads of a busy CPU are the devices.
+const EMULATED_PATIENCE: Duration = Duration::from_secs(120);
+
+/// One of several devices.
+pub struct Rank {
+    cuda: Arc<Cuda>,
+    number: usize,
+    of: usize,
+    _inbox: DeviceBuffer<u8>,
+    stamps: DeviceBuffer<u32>,
+    peers: kernels::Peers,
+    stop: Arc<PinnedBuffer<u32>>, // one number: a rank has failed
+}
+
+impl Rank {
+    /// Ranks of these devices, in their order, once their sums have been seen to be right.
+    ///
+    /// Errors: `Error::Device` where one cannot use another's memory, or what it reads there is not what was written;
+    /// `Error::Resources`.
+    pub fn of_devices(devices: &[Arc<Cuda>]) -> Result<Vec<Self>> {
+        assert!(devices.len() <= MAX_RANKS, "an inbox has room for {MAX_RANKS} ranks");
+        for (a, from) in devices.iter().enumerate() {
+            from.enter_thread()?;
+            for (b, to) in devices.iter().enumerate().filter(|(b, _)| *b != a) {
+                // SAFETY: the context lives as long as the process.
+                match unsafe { sys::cuCtxEnablePeerAccess(to.context, 0) } {
+                    CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => {}
+                    error => {
+                        succeed(&format!("access of GPU {a} of the list to the memory of GPU {b}"), error)
+                            .map_err(|e| Error::Device(format!("{e}: give one GPU, as in --device cuda:0")))?;
+                    }
+                }
+            }
+        }
+        devices[0].enter_thread()?;
+        let stop = Arc::new(PinnedBuffer::new(&devices[0], 1)?);
+        let inbox = |cuda: &Arc<Cuda>| {
+            cuda.enter_thread()?;
+            let inbox = DeviceBuffer::zeros(cuda, INBOX_BYTES)?;
+            cuda.synchronize()?;
+            Ok(inbox)
+        };
+        let inboxes = devices.iter().map(inbox).collect::<Result<Vec<_>>>()?;
+        let mut peers = kernels::Peers { inbox: [Address::NULL; MAX_RANKS] };
+        peers.inbox.iter_mut().zip(&inboxes).for_each(|(to, inbox)| *to = inbox.address());
+        let rank = |((number, cuda), inbox): ((usize, &Arc<Cuda>), DeviceBuffer<u8>)| {
+            cuda.enter_thread()?;
+            let (stamps, stop) = (DeviceBuffer::zeros(cuda, STAMPS)?, stop.clone());
+            Ok(Self { cuda: cuda.clone(), number, of: devices.len(), _inbox: inbox, stamps, peers, stop })
+        };
+        let ranks = devices.iter().enumerate().zip(inboxes).map(rank).collect::<Result<Vec<_>>>()?;
+        test(&ranks)?;
+        devices[0].enter_thread()?;
+        Ok(ranks)
+    }
+
+    /// One that only counts what it takes.
+    pub fn planned(cuda: &Arc<Cuda>, number: usize, of: usize) -> Result<Self> {
+        Ok(Self {
+            cuda: cuda.clone(),
+            number,
+            of,
+            _inbox: DeviceBuffer::new(cuda, INBOX_BYTES)?,
+            stamps: DeviceBuffer::new(cuda, STAMPS)?,
+            peers: kernels::Peers { inbox: [Address::NULL; MAX_RANKS] },
+            stop: Arc::new(PinnedBuffer::new(cuda, 1)?),
+        })
+    }
+
+    /// Counted from 0.
+    pub fn number(&self) -> usize {
+        self.number
+    }
+
+    /// How many ranks there are.
+    pub fn of(&self) -> usize {
+        self.of
+    }
+
+    /// Enqueues `x = x_0 + x_1 + ...` over all ranks, of `numbers` numbers, a multiple of 4.
+    pub fn all_reduce(&self, x: Address<f32>, numbers: usize) {
+        let Self { cuda, number, of, stamps, peers, stop, .. } = self;
+        let (stream, number, of) = (&cuda.compute, *number as i32, *of as i32);
+        if numbers <= FEW_NUMBERS {
+            launch!(cuda, stream, kernels::all_reduce, [numbers.div_ceil(REDUCE_THREADS), 1, 1];
+                *peers, x, numbers as i32, number, of, stamps.address(), stop.address());
+            return;
+        }
+        for first in (0..numbers).step_by(MANY_NUMBERS) {
+            let some = (numbers - first).min(MANY_NUMBERS);
+            launch!(cuda, stream, kernels::all_reduce_many, [some.div_ceil(CHUNK), 1, 1];
+                *peers, x.add(first), some as i32, number, of, stamps.address(), stop.address());
+        }
+    }
+
+    /// Seconds that a sum of `numbers` numbers takes within a recorded pass. `ranks` are all that there are.
+    pub fn sum_seconds(ranks: &[Self], numbers: usize) -> Result<f64> {
+        let (sums, runs) = if ranks[0].cuda.info.is_emulated() { (2, 1) } else { (100, 5) };
+        let mut graphs = Vec::new();
+        for rank in ranks {
+            rank.cuda.enter_thread()?;
+            let x = DeviceBuffer::<f32>::zeros(&rank.cuda, numbers)?;
+            let graph = Graph::record(&rank.cuda, || {
+                (0..sums).for_each(|_| rank.all_reduce(x.address(), numbers));
+                Ok(())
+            })?;
+            graphs.push((graph, x));
+        }
+        let mut best = f64::INFINITY;
+        for _ in 0..runs {
+            let since = Instant::now();
+            for (rank, (graph, _)) in ranks.iter().zip(&graphs) {
+                rank.cuda.enter_thread()?;
+                graph.launch();
+            }
+            ranks.iter().try_for_each(|rank| rank.cuda.synchronize())?;
+            best = best.min(since.elapsed().as_secs_f64());
+        }
+        ranks[0].cuda.enter_thread()?;
+        Ok(best / f64::from(sums))
+    }
+
+    /// Lets all ranks go on that wait for others: this one has failed.
+    pub fn give_up(&self) {
+        self.stop.atomic(0).store(1, Release);
+    }
+}
+
+/// Sums numbers over all ranks, few and many, several times. Errors: one is wrong, or never comes.
+fn test(ranks: &[Rank]) -> Result<()> {
+    let wrong = |what: String| {
+        Error::Device(format!("GPUs {what} through each other's memory: give one GPU, as in --device cuda:0"))
+    };
+    let number = |rank: usize, i: usize| ((i * (2 * rank + 3) + rank) % 4093) as f32;
+    let length = (MANY_NUMBERS + FEW_NUMBERS / 2).min(if ranks[0].cuda.info.is_emulated() { 1 << 17 } else { 1 << 30 });
+    let patience = if ranks[0].cuda.info.is_emulated() { EMULATED_PATIENCE } else { PATIENCE };
+    for numbers in [2048, FEW_NUMBERS, length, 256, length - 4] {
+        let mut buffers = Vec::new();
+        for (r, rank) in ranks.iter().enumerate() {
+            rank.cuda.enter_thread()?;
+            let own: Vec<f32> = (0..numbers).map(|i| number(r, i)).collect();
+            buffers.push(DeviceBuffer::from_slice(&rank.cuda, &own)?);
+        }
+        for (rank, x) in ranks.iter().zip(&buffers) {
+            rank.cuda.enter_thread()?;
+            rank.all_reduce(x.address(), numbers);
+        }
+        let since = Instant::now();
+        let running = |rank: &Rank| rank.cuda.compute.query() == CUresult::CUDA_ERROR_NOT_READY;
+        for rank in ranks {
+            rank.cuda.enter_thread()?;
+            while running(rank) && since.elapsed() < patience {
+                std::thread::yield_now();
+            }
+            if running(rank) {
+                ranks[0].give_up();
+            }
+        }
+        if since.elapsed() >= patience {
+            return Err(wrong("do not hear of each other".into()));
+        }
+        for (rank, x) in ranks.iter().zip(&buffers) {
+            rank.cuda.enter_thread()?;
+            let mut sums = vec![0.0; numbers];
+            x.read(&mut sums)?;
+            let want = |i: usize| (0..ranks.len()).map(|r| number(r, i)).sum::<f32>();
+            if let Some(i) = (0..numbers).find(|&i| sums[i] != want(i)) {
+                return Err(wrong(format!("read {} where {} was written", sums[i], want(i))));
+            }
+        }
+    }
+    Ok(())
+}
