@@ -40,6 +40,37 @@ fn every_precision_is_listed_once_under_its_own_name() {
     );
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn a_part_of_the_inputs_has_their_weights(
+        precision in precision(), n in 1usize..40, units in 2usize..7, from in 0usize..6, len in 1usize..6, seed: u64,
+    ) {
+        let unit = precision.unit().max(32);
+        let (from, end) = (from.min(units - 1) * unit, ((from + len).min(units)).max(from.min(units - 1) + 1) * unit);
+        let layout = MatrixLayout::new(n, units * unit, precision).unwrap();
+        // Any bytes are weights, but for the numbers that are no numbers.
+        let mut state = seed | 1;
+        let mut next = || {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) as u8 & 0x3b
+        };
+        let whole: Vec<u8> = (0..layout.bytes()).map(|_| next()).collect();
+        let (part, runs) = layout.of_inputs(from..end).unwrap();
+        let mut bytes = vec![0; part.bytes()];
+        for (whole, to) in whole.chunks_exact(layout.tile_bytes()).zip(bytes.chunks_exact_mut(part.tile_bytes())) {
+            for run in &runs {
+                to[run.to..][..run.bytes].copy_from_slice(&whole[run.from..][..run.bytes]);
+            }
+        }
+        let (all, some) = (unpack_matrix(&layout, &whole), unpack_matrix(&part, &bytes));
+        for (all, some) in all.chunks_exact(layout.k).zip(some.chunks_exact(part.k)) {
+            let same = all[from..end].iter().zip(some).all(|(a, b)| a.to_bits() == b.to_bits());
+            prop_assert!(same, "{precision}");
+        }
+    }
+}
+
 #[test]
 fn the_facts_of_rows_agree_with_each_other() {
     let mut rows = vec![false; Row::ALL.len()];
