@@ -31,10 +31,10 @@ struct Peers {
     void* inbox[MAX_RANKS];
 };
 
+// A look at `stop` crosses PCIe: every 64 spins, it made a sum of 64 MB take 6,000 us instead of 275 (two H200).
+constexpr int STOP_SPINS = 1 << 14;
 __device__ __forceinline__ bool stopped(const uint32_t* stop, int& spins) {
-    if (++spins % 64 != 0) return false;
-    pause_ns(20);
-    return load_acquire_system(stop) != 0;
+    return ++spins % STOP_SPINS == 0 && load_acquire_system(stop) != 0;
 }
 
 KERNEL(all_reduce, REDUCE_THREADS, 0, const __grid_constant__ Peers peers, float* x, int numbers, int rank, int ranks,

@@ -158,7 +158,7 @@ fn a_hundred_requests_in_a_row_answer_the_same() {
 #[test]
 fn a_turn_goes_on_from_a_snapshot() {
     need_gpu!();
-    for fixture in ["qwen3_next", "lfm2_moe", "nemotron_h"] {
+    for fixture in ["qwen3_next", "lfm2_moe", "nemotron_h", "kimi_linear", "glm5_next", "deepseek_v4"] {
         let config = EngineConfig { experts: ExpertBits::Bf16, max_sequences: 2, ..config() };
         let loaded = load::load(&folder(fixture, &Fixture::open(fixture).dir), &config, &|_| {}).unwrap();
         assert!(loaded.snapshots > 0);
@@ -236,7 +236,7 @@ fn the_second_turn_of_a_long_conversation_begins_at_once() {
 #[test]
 fn a_prefix_comes_back_from_ram() {
     need_gpu!();
-    for fixture in ["deepseek_v32", "qwen3_next"] {
+    for fixture in ["deepseek_v32", "qwen3_next", "glm5_next", "deepseek_v4"] {
         let said = |kv_host, blocks: usize| {
             let config =
                 EngineConfig { experts: ExpertBits::Bf16, max_sequences: 2, kv_host: Some(kv_host), ..config() };
@@ -337,7 +337,7 @@ fn a_prompt_of_20000_tokens_in_any_passes() {
 #[test]
 fn a_prompt_of_300_tokens_in_any_passes() {
     need_gpu!();
-    for fixture in ["qwen3_moe", "deepseek_v3", "qwen3_next"] {
+    for fixture in ["qwen3_moe", "deepseek_v3", "qwen3_next", "kimi_linear", "nemotron_h"] {
         check_long_prompt(fixture, 300, &[300, 111, 37]);
     }
 }

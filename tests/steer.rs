@@ -325,26 +325,29 @@ fn preempted_requests_tell_each_row_once() {
     }
 }
 
-/// Rows are rows where layers keep recurrent state, too.
+/// Rows are rows where layers keep recurrent state or entries, and where there are several streams.
 #[test]
 fn recurrent_models() {
     let _alone = alone();
-    let engine = started(&fixture_dir("qwen3_next"), &EngineConfig { max_context: Some(512), ..config() }, |_| {});
-    let tokens = |seed: u32| -> Vec<u32> { (0..200).map(|i| 7 + (i * 37 + seed * 101) % 490).collect() };
-    let requests = || {
-        let plain = everything(greedy(tokens(1), 10));
-        let changed = everything(steered(greedy(tokens(1), 10), vec![steer(&engine, 0, 1, 1.0, from_to(70, 72))]));
-        [plain, changed]
-    };
-    let apart = requests().map(|request| ask(&engine, request));
-    let together = requests().map(|request| engine.submit(request).unwrap()).map(received);
-    for (together, apart) in together.iter().zip(&apart) {
-        assert!(together.0 == apart.0 && together.1 == apart.1);
+    for model in ["qwen3_next", "nemotron_h", "kimi_linear", "glm5_next", "deepseek_v4"] {
+        let short = EngineConfig { max_context: Some(512), experts: ExpertBits::Bf16, ..config() };
+        let engine = started(&fixture_dir(model), &short, |_| {});
+        let tokens = |seed: u32| -> Vec<u32> { (0..200).map(|i| 7 + (i * 37 + seed * 101) % 490).collect() };
+        let requests = || {
+            let plain = everything(greedy(tokens(1), 10));
+            let changed = everything(steered(greedy(tokens(1), 10), vec![steer(&engine, 0, 1, 1.0, from_to(70, 72))]));
+            [plain, changed]
+        };
+        let apart = requests().map(|request| ask(&engine, request));
+        let together = requests().map(|request| engine.submit(request).unwrap()).map(received);
+        for (together, apart) in together.iter().zip(&apart) {
+            assert!(together.0 == apart.0 && together.1 == apart.1, "{model}");
+        }
+        let vocab = engine.info().vocab_size;
+        let logits = |i: usize| &apart[i].1[&HookPoint::Logits].1;
+        assert_eq!(logits(0)[..70 * vocab], logits(1)[..70 * vocab], "{model}");
+        assert_ne!(logits(0)[70 * vocab..], logits(1)[70 * vocab..], "{model}");
     }
-    let vocab = engine.info().vocab_size;
-    let logits = |i: usize| &apart[i].1[&HookPoint::Logits].1;
-    assert_eq!(logits(0)[..70 * vocab], logits(1)[..70 * vocab]);
-    assert_ne!(logits(0)[70 * vocab..], logits(1)[70 * vocab..]);
 }
 
 /// The most that may be added stays finite, and what it leaves in freed blocks is nothing to others.

@@ -35,7 +35,7 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
     // Sums over several GPUs: of one row, and bytes a second of many.
     const SUM_S: f64 = 8e-6;
-    const SUM_BYTES: f64 = 150e9;
+    const SUM_BYTES: f64 = 240e9;
     let ranks = spec.ranks() as f64;
     let sums = if ranks > 1.0 { 2.0 * spec.model.layers.len() as f64 } else { 0.0 };
     let work = TokenWork::of(spec)?;
