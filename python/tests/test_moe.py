@@ -172,7 +172,7 @@ def test_what_cannot_be_made_is_told(tmp_path):
         (dict(weights=(gate, up[:-1], down)), ValueError, "up has shape"),
         (dict(weights=(gate[:, :, :-1].copy(), up[:, :, :-1].copy(), down[:, :-1].copy())), ValueError, "groups of 32"),
         (dict(weights=(gate * np.nan, up, down)), ValueError, "NaN"),
-        (dict(weights=WEIGHTS, precision="int3"), ValueError, "int8 or int4"),
+        (dict(weights=WEIGHTS, precision="int3"), ValueError, "int8, int4"),
         (dict(weights=WEIGHTS, layer=1), ValueError, "layer 1 has no routed experts"),
         (dict(weights=WEIGHTS, num_gpu_experts=1, gpu_experts_mask=np.zeros(EXPERTS, bool)), TypeError, "not both"),
         (dict(model=tmp_path), (RuntimeError, ValueError), "config.json"),
