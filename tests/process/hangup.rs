@@ -110,6 +110,8 @@ fn terminal() -> (OwnedFd, OwnedFd) {
 
 #[test]
 fn a_server_ends_with_its_terminal_and_answers_may_end() {
+    // SAFETY: no handler. Under `nohup` the tests ignore the signal, and their children would.
+    unsafe { libc::signal(libc::SIGHUP, libc::SIG_DFL) };
     let cache = tempfile::tempdir().unwrap();
     let (person, program) = terminal();
     let log = cache.path().join("log");
