@@ -370,11 +370,10 @@ def add_metadata(w, arch, c, fixture, experts):
             w.add_uint32(f"glm5-next.{key}", c[field])
         w.add_bool("glm5-next.attention.indexer.kpool_select_tail", c["index_kpool_always_select_tail"])
         w.add_float32("glm5-next.kda.gate_lower_bound", c["linear_lower_bound"])
-    if arch == "bailingmoe3":
-        w.add_ssm_conv_kernel(c["short_conv_kernel_size"])
-        w.add_uint32("bailingmoe3.kda.head_dim", c["head_dim"])
-        w.add_bool("bailingmoe3.kda.safe_gate", c["kda_safe_gate"])
-        w.add_float32("bailingmoe3.kda.gate_lower_bound", c["kda_lower_bound"])
+    if arch in ("bailingmoe3", "kimi-linear"):
+        linear = c.get("linear_attn_config", c)
+        w.add_ssm_conv_kernel(linear["short_conv_kernel_size"])
+        w.add_uint32(f"{arch}.kda.head_dim", linear["head_dim"])
         w.add_kv_lora_rank(c["kv_lora_rank"])
         w.add_rope_dimension_count(c["qk_rope_head_dim"])
         w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
@@ -382,20 +381,13 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_leading_dense_block_count(c["first_k_dense_replace"])
         w.add_expert_shared_count(c["num_shared_experts"])
         w.add_expert_weights_scale(c["routed_scaling_factor"])
-        w.add_expert_weights_norm(c["norm_topk_prob"])
+        w.add_expert_weights_norm(c["norm_topk_prob" if arch == "bailingmoe3" else "moe_renormalize"])
+    if arch == "bailingmoe3":
+        w.add_bool("bailingmoe3.kda.safe_gate", c["kda_safe_gate"])
+        w.add_float32("bailingmoe3.kda.gate_lower_bound", c["kda_lower_bound"])
         w.add_expert_group_count(c["n_group"])
         w.add_expert_group_used_count(c["topk_group"])
     if arch == "kimi-linear":
-        w.add_ssm_conv_kernel(c["linear_attn_config"]["short_conv_kernel_size"])
-        w.add_uint32("kimi-linear.kda.head_dim", c["linear_attn_config"]["head_dim"])
-        w.add_kv_lora_rank(c["kv_lora_rank"])
-        w.add_rope_dimension_count(c["qk_rope_head_dim"])
-        w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
-        w.add_value_length_mla(c["v_head_dim"])
-        w.add_leading_dense_block_count(c["first_k_dense_replace"])
-        w.add_expert_shared_count(c["num_shared_experts"])
-        w.add_expert_weights_scale(c["routed_scaling_factor"])
-        w.add_expert_weights_norm(c["moe_renormalize"])
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if "ssm" in c:
         heads, dim, state, groups, conv = c["ssm"]

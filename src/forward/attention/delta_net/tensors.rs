@@ -60,8 +60,23 @@ pub(super) fn read<'a, B: Backend>(loader: &Loader<'a, B>, name: &str, a: &Delta
     Ok(if loader.share.is_whole() { tensors } else { of_rank(a, loader.share, tensors) })
 }
 
+impl<'a> Tensors<'a> {
+    /// What there is for these channels of query, key and value, gates, value heads, and their values.
+    fn picked(self, channels: &[usize], gates: &[usize], heads: &[usize], values: &[usize]) -> Self {
+        let Self { qkv, z, o, rule } = self;
+        let rule = DeltaRule {
+            conv: rule.conv.rows_by(channels),
+            gates: rule.gates.rows_by(gates),
+            rates: rule.rates.rows_by(heads),
+            dt_bias: rule.dt_bias.rows_by(heads),
+            ..rule
+        };
+        Self { qkv: qkv.rows_by(channels), z: z.rows_by(values), o: o.cols_by(values), rule }
+    }
+}
+
 /// A rank's heads.
-fn of_rank<'a>(a: &DeltaNet, share: Share, Tensors { qkv, z, o, rule }: Tensors<'a>) -> Tensors<'a> {
+fn of_rank<'a>(a: &DeltaNet, share: Share, tensors: Tensors<'a>) -> Tensors<'a> {
     let (keys, per_key) = (share.run(a.num_key_heads), a.num_value_heads / a.num_key_heads);
     // What there is of `width` for each value head, behind `before` of something else.
     let of = |before: usize, width: usize| before + keys.start * per_key * width..before + keys.end * per_key * width;
@@ -70,18 +85,11 @@ fn of_rank<'a>(a: &DeltaNet, share: Share, Tensors { qkv, z, o, rule }: Tensors<
     let channels: Vec<usize> = of_keys(0).chain(of_keys(all_keys)).chain(of(2 * all_keys, a.value_head_dim)).collect();
     let (of_heads, values): (Vec<usize>, Vec<usize>) = (of(0, 1).collect(), of(0, a.value_head_dim).collect());
     let of_gates: Vec<usize> = of(0, 1).chain(of(a.num_value_heads, 1)).collect();
-    let rule = DeltaRule {
-        conv: rule.conv.rows_by(&channels),
-        gates: rule.gates.rows_by(&of_gates),
-        rates: rule.rates.rows_by(&of_heads),
-        dt_bias: rule.dt_bias.rows_by(&of_heads),
-        ..rule
-    };
-    Tensors { qkv: qkv.rows_by(&channels), z: z.rows_by(&values), o: o.cols_by(&values), rule }
+    tensors.picked(&channels, &of_gates, &of_heads, &values)
 }
 
 /// The value heads of a key head beside each other.
-fn untiled<'a>(a: &DeltaNet, Tensors { qkv, z, o, rule }: Tensors<'a>) -> Tensors<'a> {
+fn untiled<'a>(a: &DeltaNet, tensors: Tensors<'a>) -> Tensors<'a> {
     let (keys, heads) = (a.num_key_heads, a.num_value_heads);
     // What is there for each value head, `width` of it, behind what is not.
     let order = |before: usize, width: usize| -> Vec<usize> {
@@ -92,14 +100,7 @@ fn untiled<'a>(a: &DeltaNet, Tensors { qkv, z, o, rule }: Tensors<'a>) -> Tensor
         (order(0, 1), order(0, a.value_head_dim), order(2 * keys * a.key_head_dim, a.value_head_dim));
     let of_gates: Vec<usize> =
         [0, heads].iter().flat_map(|from| of_heads.iter().map(move |head| from + head)).collect();
-    let rule = DeltaRule {
-        conv: rule.conv.rows_by(&channels),
-        gates: rule.gates.rows_by(&of_gates),
-        rates: rule.rates.rows_by(&of_heads),
-        dt_bias: rule.dt_bias.rows_by(&of_heads),
-        ..rule
-    };
-    Tensors { qkv: qkv.rows_by(&channels), z: z.rows_by(&values), o: o.cols_by(&values), rule }
+    tensors.picked(&channels, &of_gates, &of_heads, &values)
 }
 
 #[cfg(test)]
