@@ -236,7 +236,7 @@ fn the_second_turn_of_a_long_conversation_begins_at_once() {
 #[test]
 fn a_prefix_comes_back_from_ram() {
     need_gpu!();
-    for fixture in ["deepseek_v32", "qwen3_next", "glm5_next", "deepseek_v4"] {
+    for fixture in ["deepseek_v32", "qwen3_next", "granitemoehybrid", "bailing_hybrid", "glm5_next", "deepseek_v4"] {
         let said = |kv_host, blocks: usize| {
             let config =
                 EngineConfig { experts: ExpertBits::Bf16, max_sequences: 2, kv_host: Some(kv_host), ..config() };

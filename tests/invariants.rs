@@ -12,7 +12,8 @@ use moebius::load::{LoadProgress, Loaded};
 
 /// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width,
 /// latents of chosen positions, chosen blocks for each KV head, streams with n-grams and chosen units, Mamba-2 and
-/// experts without a gate, Kimi delta attention, connected streams with units by gates, entries of several positions.
+/// experts without a gate or behind every mixer, Kimi delta attention beside latents with and without rope and gates,
+/// connected streams with units by gates, entries of several positions.
 const MODELS: &[&str] = &[
     "moe-gqa",
     "moe-mla",
@@ -23,7 +24,9 @@ const MODELS: &[&str] = &[
     "minimax-m3",
     "qwen4-exp",
     "nemotron-h",
+    "granite-4",
     "kimi-linear",
+    "ling-3",
     "glm-5.3-flash",
     "deepseek-v4",
 ];

@@ -11,8 +11,8 @@ use common::{Fixture, greedy, worst_row};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::capture::{Layers, Wanted, capture};
 use moebius::load::Loaded;
-use moebius::model::Attention;
 use moebius::model::families;
+use moebius::model::{Activation, Attention};
 use serde_json::{Value, json};
 
 /// Largest error of a logit or hidden state, relative to the largest magnitude of its row: f32 noise is below 2e-5.
@@ -483,4 +483,26 @@ fn which_layers_are_what() {
     let model = parse("qwen3_next", "layer_types", kinds);
     let full: Vec<bool> = model.layers.iter().map(|layer| matches!(layer.attention, Attention::Gqa(_))).collect();
     assert_eq!(full, [true, false, false, false]);
+    let limits = parse("bailing_hybrid", "share_expert_swiglu_limit_list", json!([0.0, null, 5, 7.0, 9.0]));
+    let bounded = Activation::ClampedSilu { limit: 5.0 };
+    let shared = limits.layers[2].ffn.moe().unwrap().shared.as_ref().unwrap().mlp.activation;
+    assert_eq!((shared, limits.layers[2].ffn.moe().unwrap().activation), (bounded, Activation::Silu));
+    let limits = parse("bailing_hybrid", "expert_swiglu_limit_list", json!([0.0, 0.0, 5, 0.0]));
+    let activations: Vec<_> = limits.moe_layers().map(|(_, moe)| moe.activation).collect();
+    assert_eq!(activations, [Activation::Silu, bounded, Activation::Silu]);
+}
+
+/// What published configs of Ling 3 say beside what matters: of these the rotated width is the head's own.
+#[test]
+fn words_of_ling_that_change_nothing() {
+    let text = std::fs::read_to_string(common::fixture_dir("bailing_hybrid").join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&text).unwrap();
+    let plain = families::parse(&config.to_string()).unwrap();
+    let more = json!({"expert_swiglu_limit_list": null, "share_expert_swiglu_limit_list": null,
+        "partial_rotary_factor": 0.5, "rotary_dim": 16, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 6_000_000, "rope_type": "default"},
+        "rope_interleave": true, "num_kv_heads_for_linear_attn": 0, "linear_silu": true, "group_norm_size": 1,
+        "use_qk_norm": true, "use_nGPT": false, "value_norm": false, "up_proj_norm": false, "router_dtype": "fp32"});
+    config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    assert_eq!(families::parse(&config.to_string()).unwrap(), plain);
 }

@@ -325,11 +325,14 @@ fn preempted_requests_tell_each_row_once() {
     }
 }
 
+const RECURRENT: &[&str] =
+    &["qwen3_next", "nemotron_h", "granitemoehybrid", "kimi_linear", "bailing_hybrid", "glm5_next", "deepseek_v4"];
+
 /// Rows are rows where layers keep recurrent state or entries, and where there are several streams.
 #[test]
 fn recurrent_models() {
     let _alone = alone();
-    for model in ["qwen3_next", "nemotron_h", "kimi_linear", "glm5_next", "deepseek_v4"] {
+    for &model in RECURRENT {
         let short = EngineConfig { max_context: Some(512), experts: ExpertBits::Bf16, ..config() };
         let engine = started(&fixture_dir(model), &short, |_| {});
         let tokens = |seed: u32| -> Vec<u32> { (0..200).map(|i| 7 + (i * 37 + seed * 101) % 490).collect() };

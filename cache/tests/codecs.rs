@@ -8,8 +8,8 @@ mod common;
 
 use common::noise;
 use common::written::{
-    Example, K, N, Order, Written, awq, bf16_scales, compressed_tensors, ct, e4m3, example, f16_scales, fp4, fp8, gptq,
-    mxfp4, mxfp8, numbers, nvfp4, pack_down,
+    Example, Fp4, K, N, Order, Written, awq, bf16_scales, compressed_tensors, ct, e4m3, example, f16_scales, fp4, fp8,
+    gptq, mxfp4, mxfp8, numbers, nvfp4, pack_down,
 };
 use half::{bf16, f16};
 use moebius_cache::codec::{Format, Integers, Library, Quantization, Source, kept_by_all};
@@ -144,36 +144,37 @@ fn fp8_in_rows_and_whole() {
 
 #[test]
 fn floats_of_four_bits_as_every_library_has_them() {
-    for library in [false, true] {
-        check(&nvfp4(library));
-        check(&fp4(library));
+    let all: Vec<Example> = [false, true].map(nvfp4).into_iter().chain(Fp4::ALL.map(fp4)).collect();
+    all.iter().for_each(check);
+    for by in Fp4::ALL {
+        fp4(by).open(|source| assert_eq!(source.kept_by(), Some(Precision::Mxfp4)));
     }
     let list = |example: &Example| {
         let dir = TempDir::new().unwrap();
         example.written.write(dir.path()).matrices()
     };
-    for example in [nvfp4(false), nvfp4(true), fp4(false), fp4(true)] {
-        assert!(list(&example).contains(&("a.weight".into(), [N, K])), "{:?}", list(&example));
+    for example in &all {
+        assert!(list(example).contains(&("a.weight".into(), [N, K])), "{:?}", list(example));
     }
     // Each of its tensors missing, misshapen, of another type, or not a number.
-    for library in [false, true] {
-        for example in [nvfp4(library), fp4(library)] {
-            let of = |change: &dyn Fn(&mut Written)| {
-                let mut written = example.written.clone();
-                change(&mut written);
-                written.error("a.weight")
-            };
-            for i in 0..example.written.tensors.len() {
-                let error = of(&|written| drop(written.tensors.remove(i)));
-                // Without its number NVFP4 of compressed-tensors is taken for MXFP4, and misshapen.
-                assert!(error.contains("is missing") || error.contains("shape"), "{error}");
-                let all: usize = example.written.tensors[i].2.iter().product();
-                if all > 1 {
-                    let error = of(&|written| written.tensors[i].2 = vec![2, all / 2]);
-                    assert!(error.contains("shape"), "{error}");
-                }
+    for example in &all {
+        let of = |change: &dyn Fn(&mut Written)| {
+            let mut written = example.written.clone();
+            change(&mut written);
+            written.error("a.weight")
+        };
+        for i in 0..example.written.tensors.len() {
+            let error = of(&|written| drop(written.tensors.remove(i)));
+            // Without its number NVFP4 of compressed-tensors is taken for MXFP4, and misshapen.
+            assert!(error.contains("is missing") || error.contains("shape"), "{error}");
+            let all: usize = example.written.tensors[i].2.iter().product();
+            if all > 1 {
+                let error = of(&|written| written.tensors[i].2 = vec![2, all / 2]);
+                assert!(error.contains("shape"), "{error}");
             }
         }
+    }
+    for library in [false, true] {
         for (name, at) in [("a.weight_scale", 3), ("a.weight_scale_2", 3), ("a.weight_global_scale", 3)] {
             let mut nan = nvfp4(library).written;
             let Some(tensor) = nan.tensors.iter_mut().find(|tensor| tensor.0 == name) else { continue };

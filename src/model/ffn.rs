@@ -179,6 +179,11 @@ pub enum Activation {
 }
 
 impl Activation {
+    /// SiLU bounded as [`Self::ClampedSilu`]; 0: not bounded.
+    pub fn silu_within(limit: f64) -> Self {
+        if limit > 0.0 { Self::ClampedSilu { limit: limit as f32 } } else { Self::Silu }
+    }
+
     /// Whether there is a gate beside `up`.
     pub fn is_gated(self) -> bool {
         self != Activation::ReluSquared

@@ -89,6 +89,20 @@ pub fn config(name: &str) -> Value {
                     "v_head_dim": 32, "num_experts": 8, "num_experts_per_token": 3, "num_shared_experts": 1}),
             )
         }
+        "ling-3" => base(
+            "bailing_hybrid",
+            json!({"num_hidden_layers": 3, "first_k_dense_replace": 1, "layer_group_size": 3, "num_experts": 8,
+                "num_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": null, "kv_lora_rank": 64,
+                "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "short_conv_kernel_size": 4,
+                "expert_swiglu_limit_list": [0, 0, 1], "share_expert_swiglu_limit_list": [0, 2, 0]}),
+        ),
+        "granite-4" => base(
+            "granitemoehybrid",
+            json!({"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "position_embedding_type": "nope",
+                "mamba_n_heads": 8, "mamba_d_head": 24, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_conv": 4,
+                "num_local_experts": 8, "shared_intermediate_size": 96, "embedding_multiplier": 12,
+                "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 0.5}),
+        ),
         "glm-5.3-flash" => base(
             "glm5_next_text",
             json!({"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1,

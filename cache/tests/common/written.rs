@@ -227,23 +227,45 @@ pub fn nvfp4(compressed_tensors: bool) -> Example {
     Example::new(written.add("a.weight_scale", Dtype::F8_E4M3, &[N, K / 16], scales.clone()), want, None)
 }
 
-/// FP4 as DeepSeek-V4's experts have it, or as compressed-tensors.
-pub fn fp4(compressed_tensors: bool) -> Example {
+/// Whose names FP4 with an exponent for 32 weights has.
+#[derive(Clone, Copy)]
+pub enum Fp4 {
+    CompressedTensors,
+    DeepSeek,
+    Ling,
+    Mimo,
+}
+
+impl Fp4 {
+    pub const ALL: [Self; 4] = [Self::CompressedTensors, Self::DeepSeek, Self::Ling, Self::Mimo];
+}
+
+pub fn fp4(by: Fp4) -> Example {
     let bytes: Vec<u8> = numbers(N * K / 2, 256, 45).iter().map(|&b| b as u8).collect();
     let scales: Vec<u8> = numbers(N * K / 32, 20, 46).iter().map(|&b| 110 + b as u8).collect();
     let weight =
         |i: usize| E2M1[usize::from(bytes[i / 2] >> (i % 2 * 4) & 15)] * 2f32.powi(i32::from(scales[i / 32]) - 127);
     let want = (0..N * K).map(weight).collect();
-    let (shape, groups) = ([N, K / 2], [N, K / 32]);
-    let mut written = Written::new(json!({"quant_method": "fp8"}))
-        .add("a.weight", Dtype::I8, &shape, bytes.clone())
-        .add("a.scale", Dtype::F8_E8M0, &groups, scales.clone());
-    written.config["expert_dtype"] = "fp4".into();
-    if compressed_tensors {
-        written = Written::new(json!({"quant_method": "compressed-tensors", "config_groups": {"g": {
-            "format": "mxfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float", "group_size": 32}}}}))
-        .add("a.weight_packed", Dtype::U8, &shape, bytes.clone())
-        .add("a.weight_scale", Dtype::U8, &groups, scales.clone());
+    let ct = json!({"quant_method": "compressed-tensors", "config_groups": {"g": {
+        "format": "mxfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float", "group_size": 32}}}});
+    let fp8 = |name: &str, value: &str| json!({"quant_method": "fp8", name: value});
+    let (config, weights, scale) = match by {
+        Fp4::CompressedTensors => (ct, ("a.weight_packed", Dtype::U8), ("a.weight_scale", Dtype::U8)),
+        Fp4::DeepSeek => (json!({"quant_method": "fp8"}), ("a.weight", Dtype::I8), ("a.scale", Dtype::F8_E8M0)),
+        Fp4::Ling => {
+            let config = fp8("routed_experts_quant_method", "mxfp4");
+            (config, ("a.weight", Dtype::U8), ("a.weight_scale_inv", Dtype::U8))
+        }
+        Fp4::Mimo => (fp8("store_dtype", "mxfp4"), ("a.weight", Dtype::U8), ("a.weight_scale", Dtype::U8)),
+    };
+    let mut written = Written::new(config).add(weights.0, weights.1, &[N, K / 2], bytes.clone()).add(
+        scale.0,
+        scale.1,
+        &[N, K / 32],
+        scales.clone(),
+    );
+    if let Fp4::DeepSeek = by {
+        written.config["expert_dtype"] = "fp4".into();
     }
     let table = Some(CodeType::E2m1);
     Example::new(

@@ -8,7 +8,8 @@ use serde_json::json;
 use super::fields::{Fields, missing, wrong};
 use super::gguf::{Gguf, Tensors};
 use crate::model::{
-    Attention, Ffn, GroupScore, Groups, Kda, KdaDecay, Mla, Mlp, ModelConfig, Moe, Names, Router, Scoring, SharedExpert,
+    Activation, Attention, Ffn, GroupScore, Groups, Kda, KdaDecay, Mla, Mlp, ModelConfig, Moe, Names, Router, Scoring,
+    SharedExpert,
 };
 use crate::{Error, Result};
 
@@ -68,11 +69,6 @@ pub(super) fn bailing_hybrid(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect("no_kda_lora", true.into())?;
     f.expect("use_mla_nope", false.into())?;
     f.expect("gated_attention_proj_granularity_type", "head_wise".into())?;
-    for limits in ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list"] {
-        if f.each_layer_or(limits, 0.0)?.iter().any(|limit| *limit != 0.0) {
-            f.refuse(limits)?;
-        }
-    }
     let kda = Kda {
         num_heads: f.heads("num_attention_heads")?,
         head_dim: f.head_dim()?,
@@ -95,7 +91,23 @@ pub(super) fn bailing_hybrid(f: &Fields<'_>) -> Result<ModelConfig> {
         scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
         ..Router::new(f.top_k()?, Scoring::Sigmoid)
     };
-    let layers = super::layers(f, attention, ffn(f, moe(f, router)?)?)?;
+    // The last layers of Ling-3.0-flash are trained with bounds. HF's code does not read them; inclusionAI's own vLLM and
+    // SGLang (models/bailing_moe_v3.py) do.
+    let [limits, shared_limits] =
+        ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list"].map(|name| f.each_layer_or(name, 0.0));
+    let (limits, shared_limits) = (limits?, shared_limits?);
+    let unbounded = ffn(f, moe(f, router)?)?;
+    let bounded = |layer: usize| {
+        let mut ffn = unbounded(layer)?;
+        if let Ffn::Moe(moe) = &mut ffn {
+            moe.activation = Activation::silu_within(limits[layer]);
+            if let Some(shared) = &mut moe.shared {
+                shared.mlp.activation = Activation::silu_within(shared_limits[layer]);
+            }
+        }
+        Ok(ffn)
+    };
+    let layers = super::layers(f, attention, bounded)?;
     // In GGUF files they are as most families'.
     let names = match f.bool_or("common_names", false)? {
         true => Names::COMMON,

@@ -294,6 +294,34 @@ const SHAPES: &[(&str, &str)] = &[
         "routed_scaling_factor": 2.5, "layer_norm_epsilon": 1e-5, "max_position_embeddings": 262144}"#,
     ),
     (
+        "ling-3.0-flash",
+        r#"{"model_type": "bailing_hybrid", "hidden_size": 2560, "intermediate_size": 6144, "num_hidden_layers": 42,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "layer_group_size": 6,
+        "short_conv_kernel_size": 4, "kda_safe_gate": true, "kda_lower_bound": -5.0, "q_lora_rank": null,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "vocab_size": 157184, "num_experts": 512, "num_experts_per_tok": 8, "num_shared_experts": 1,
+        "moe_intermediate_size": 768, "first_k_dense_replace": 2, "n_group": 8, "topk_group": 4,
+        "routed_scaling_factor": 2.5, "expert_swiglu_limit_list":
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+        4, 4, 4, 4, 4, 4, 4], "share_expert_swiglu_limit_list":
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+        5, 5, 5, 5, 5, 5, 7, 7],
+        "max_position_embeddings": 262144, "rope_theta": 6000000}"#,
+    ),
+    (
+        "granite-4.0-h-small",
+        r#"{"model_type": "granitemoehybrid", "hidden_size": 4096, "intermediate_size": 768, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "position_embedding_type": "nope", "layer_types":
+        ["mamba", "mamba", "mamba", "mamba", "mamba", "attention", "mamba", "mamba", "mamba", "mamba",
+        "mamba", "mamba", "mamba", "mamba", "mamba", "attention", "mamba", "mamba", "mamba", "mamba",
+        "mamba", "mamba", "mamba", "mamba", "mamba", "attention", "mamba", "mamba", "mamba", "mamba",
+        "mamba", "mamba", "mamba", "mamba", "mamba", "attention", "mamba", "mamba", "mamba", "mamba"],
+        "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4,
+        "num_local_experts": 72, "num_experts_per_tok": 10, "shared_intermediate_size": 1536, "vocab_size": 100352,
+        "embedding_multiplier": 12, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22,
+        "logits_scaling": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}"#,
+    ),
+    (
         "qwen3.8-flash-next",
         r#"{"model_type": "qwen4_exp", "text_config": {"hidden_size": 2560, "num_hidden_layers": 48,
         "num_attention_heads": 24,

@@ -58,21 +58,17 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let shared = f.optional_dim("share_expert_dim")?;
     let [limits, shared_limits] =
         [f.each_layer_or("swiglu_limits", 0.0)?, f.each_layer_or("swiglu_limits_shared", 0.0)?];
-    let clamped = |limit: f64| match limit {
-        limit if limit > 0.0 => Activation::ClampedSilu { limit: limit as f32 },
-        _ => Activation::Silu,
-    };
     let moe_layers = f.layers("moe_layers_enum")?;
     let ffn = |layer: usize| {
         let is_moe = if moe_layers.is_empty() { layer > 0 } else { moe_layers.contains(&layer) };
         if !is_moe {
-            let activation = clamped(shared_limits[layer]);
+            let activation = Activation::silu_within(shared_limits[layer]);
             return Ok(Ffn::Dense(Mlp { intermediate_size: f.dim("intermediate_size")?, activation }));
         }
         let shared = shared.map(|intermediate_size| {
-            SharedExpert::plain(Mlp { intermediate_size, activation: clamped(shared_limits[layer]) })
+            SharedExpert::plain(Mlp { intermediate_size, activation: Activation::silu_within(shared_limits[layer]) })
         });
-        let activation = clamped(limits[layer]);
+        let activation = Activation::silu_within(limits[layer]);
         Ok(Ffn::Moe(Moe { shared, activation, ..Moe::new(experts, width, router.clone()) }))
     };
     let names = Names {

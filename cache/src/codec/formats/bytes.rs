@@ -26,7 +26,7 @@ enum Holds {
 
 fn holds(q: &Value, dtype: Dtype) -> Holds {
     match (q["quant_method"].as_str(), dtype) {
-        (Some("fp8"), Dtype::I8) => Holds::Mxfp4,
+        (Some("fp8"), _) => Holds::Mxfp4,
         (Some("modelopt"), Dtype::U8) => Holds::Nvfp4,
         (_, Dtype::I8) => Holds::Integers,
         _ => Holds::Unknown,

@@ -20,8 +20,9 @@ pub(super) const READER: Reader = Reader {
         other => refused(format!("fp8 of the kind `{other}`")),
     },
     kept_by: |q, inputs| {
-        // DeepSeek-V4's experts.
-        if q["expert_dtype"].as_str() == Some("fp4") {
+        // The experts of DeepSeek-V4, MiMo-V2.6 and Ling 3, each in the words of its config.
+        let experts = ["expert_dtype", "store_dtype", "routed_experts_quant_method"].map(|name| q[name].as_str());
+        if experts.iter().any(|experts| matches!(experts, Some("fp4" | "mxfp4"))) {
             return Some(Precision::Mxfp4);
         }
         kept(block(&q["weight_block_size"]).ok()?, q["scale_fmt"].as_str() == Some("ue8m0"), inputs)

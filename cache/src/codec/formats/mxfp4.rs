@@ -1,5 +1,5 @@
 //! MXFP4: blocks of 32 weights, E2M1 values two to a byte, the low half first, and one exponent for each block. gpt-oss
-//! has stacks of them, DeepSeek-V4 the matrices of experts (`weight` in I8, `scale`), compressed-tensors all
+//! has stacks of them, DeepSeek-V4, MiMo-V2.6 and Ling 3 the matrices of experts (`weight` in bytes, `scale`), compressed-tensors all
 //! (`weight_packed`, `weight_scale`).
 //!
 //! The values 0, 0.5, 1, 1.5, 2, 3, 4, 6 are halves of integers, so that they pass as codes up to 12 with half the
@@ -55,8 +55,8 @@ fn read(stored: Stored<'_>) -> Result<Found<'_>> {
     Ok(Found::new(Format::Mxfp4, ", stacked", vec![blocks, scales], codec))
 }
 
-/// The matrix whose pairs of values are `NAME.weight`, `[n, k / 2]`, with exponents `NAME.scale`, or
-/// `NAME.weight_scale`, `[n, k / 32]`.
+/// The matrix whose pairs of values are `NAME.weight`, `[n, k / 2]`, with exponents `NAME.scale`,
+/// `NAME.weight_scale_inv` or `NAME.weight_scale`, `[n, k / 32]`.
 pub(super) fn pairs(stored: Stored<'_>) -> Result<Found<'_>> {
     let (pairs, [n, k]) = (stored.view, stored.shape);
     if stored.part.is_some() || !k.is_multiple_of(32) {
@@ -66,7 +66,8 @@ pub(super) fn pairs(stored: Stored<'_>) -> Result<Found<'_>> {
         )));
     }
     pairs.expect_shape(&[n, k / 2])?;
-    let scales = stored.beside("scale").map_or_else(|| stored.tensor_beside("weight_scale"), Ok)?;
+    let named = ["scale", "weight_scale_inv"].into_iter().find_map(|name| stored.beside(name));
+    let scales = named.map_or_else(|| stored.tensor_beside("weight_scale"), Ok)?;
     scales.expect_shape(&[n, k / 32])?;
     if !matches!(scales.dtype, Dtype::U8 | Dtype::F8E8M0) {
         return Err(scales.error(format!("holds {:?}, not exponents: download it again", scales.dtype)));
