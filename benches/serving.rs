@@ -83,7 +83,8 @@ fn main() {
     let vector: Arc<[f32]> = vec![0.01; engine.info().hidden_size].into();
     let steer = Steer { layer, vector, coefficient: 1.0, positions: Positions::All };
     let steered = |request| Request { steer: vec![steer.clone()], ..request };
-    let capture = CaptureWanted { layers: Layers::Some(vec![layer]), positions: Positions::All, logits: false };
+    let layers = Layers::Some(vec![layer]);
+    let capture = CaptureWanted { layers, positions: Positions::All, logits: false, router: false };
     let captured = |request| Request { capture: Some(capture.clone()), ..request };
     let tapped: Vec<Value> = [1, 4]
         .map(|n| {

@@ -31,7 +31,7 @@ use serde::{Serialize, Serializer};
 use tokio::sync::mpsc;
 
 use crate::config::EngineConfig;
-pub use crate::engine::capture::{CaptureWanted, Captured, HookPoint};
+pub use crate::engine::capture::{CaptureWanted, Captured, HookPoint, RowSizes};
 use crate::engine::generation_config::GenerationConfig;
 use crate::engine::metrics::Metrics;
 pub use crate::engine::sampler::{Constraint, Logprobs, SamplingOverrides, SamplingParams};
@@ -152,6 +152,9 @@ pub struct EngineInfo {
     pub streams: usize,
     /// Logits of a token.
     pub vocab_size: usize,
+    /// Experts that a token chooses, in all layers together.
+    #[serde(skip)]
+    pub choices: usize,
     /// Tokens of prompt plus answer a sequence may hold.
     pub max_context: usize,
     /// Requests that may wait.
@@ -179,6 +182,12 @@ impl EngineInfo {
     /// The residual streams.
     pub fn stream_shape(&self) -> StreamShape {
         StreamShape { streams: self.streams, hidden_size: self.hidden_size }
+    }
+
+    /// What a position has that can be captured.
+    pub fn row_sizes(&self) -> RowSizes {
+        let stream_width = self.stream_shape().width();
+        RowSizes { layers: self.layers, stream_width, vocab_size: self.vocab_size, choices: self.choices }
     }
 }
 
@@ -272,7 +281,7 @@ impl EngineHandle {
             )));
         }
         request.steer.iter().try_for_each(|steer| steer.check(self.info.layers, self.info.stream_shape()))?;
-        request.capture.iter().try_for_each(|wanted| wanted.check(self.info.layers))?;
+        request.capture.iter().try_for_each(|wanted| wanted.check(self.info.row_sizes()))?;
         let place = self.queue.place(request.tenant)?;
         let (events, receiver) = mpsc::unbounded_channel();
         let submission = Submission { request, events, submitted: Instant::now(), place };
@@ -316,6 +325,7 @@ pub fn start_loaded(
         hidden_size: loaded.model.config().hidden_size,
         streams: loaded.model.config().streams().streams,
         vocab_size: loaded.model.config().vocab_size,
+        choices: RowSizes::of(loaded.model.config()).choices,
         max_context: loaded.max_context,
         threads: loaded.team.crews().few,
         simd: loaded.kernel.simd(),

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::engine::{again, greedy, prompt, read, seeded};
 use common::{cache_dir, demo_dir, fixture_dir, folder, worst_row};
+use moebius::backend::Routing;
 use moebius::backend::batch::BLOCK_SIZE;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::capture::{Wanted, capture};
@@ -66,7 +67,7 @@ fn steered(request: Request, steer: Vec<Steer>) -> Request {
 }
 
 fn everything(request: Request) -> Request {
-    let capture = CaptureWanted { layers: Layers::All, positions: Positions::All, logits: true };
+    let capture = CaptureWanted { layers: Layers::All, positions: Positions::All, logits: true, router: true };
     Request { capture: Some(capture), ..request }
 }
 
@@ -85,13 +86,21 @@ fn received(mut events: Events) -> Received {
                 Event::Captured(captured) => {
                     let (positions, all) = rows.entry(captured.what).or_default();
                     positions.extend(captured.position..captured.position + captured.count);
-                    all.extend(captured.rows);
+                    all.extend(pairs(captured.rows, &captured.experts));
                 }
                 Event::Done(reason, stats) => return (tokens, rows, Ok((reason, stats))),
                 Event::Failed(error) => return (tokens, rows, Err(error)),
             }
         }
     })
+}
+
+/// Rows as they are; of a router each weight and its expert.
+fn pairs(rows: Vec<f32>, experts: &[i32]) -> Vec<f32> {
+    match experts.is_empty() {
+        true => rows,
+        false => rows.into_iter().zip(experts).flat_map(|(weight, &expert)| [weight, expert as f32]).collect(),
+    }
 }
 
 fn ask(engine: &EngineHandle, request: Request) -> Received {
@@ -167,7 +176,7 @@ fn captured_beside_others_as_in_one_pass() {
     let _alone = alone();
     for model in ["moe-gqa", "moe-mla"] {
         let mut loaded = load::load(&folder("test", &demo_dir(model)), &config(), &|_| {}).unwrap();
-        let wanted = Wanted { logits: true, hidden: Some(Layers::All), router: false };
+        let wanted = Wanted { logits: true, hidden: Some(Layers::All), router: true };
         let engine = start(model);
         for round in 0..2 {
             let requests: Vec<_> = [1, 300, 64, 5, 129].iter().map(|&n| greedy(prompt(n, n as u32), 20)).collect();
@@ -185,11 +194,17 @@ fn captured_beside_others_as_in_one_pass() {
                 let text = [&request.prompt[..], &tokens[..tokens.len() - 1]].concat();
                 let whole = capture(&mut loaded, &text, &wanted, 192).unwrap();
                 let positions: Vec<_> = (0..text.len()).collect();
-                assert_eq!(rows.len(), engine.info().layers + 1);
+                assert_eq!(rows.len(), engine.info().layers + 1 + whole.router.len());
                 for (what, (at, rows)) in rows {
+                    let routed;
                     let want = match what {
                         HookPoint::Hidden(layer) => &whole.hidden[&layer],
                         HookPoint::Logits => &whole.logits,
+                        HookPoint::Router(layer) => {
+                            let Routing { ids, weights, .. } = &whole.router[&layer];
+                            routed = pairs(weights.clone(), ids);
+                            &routed
+                        }
                     };
                     assert_eq!(at, positions);
                     assert!(rows == *want, "{model} {what:?} of a prompt of {}", request.prompt.len());
@@ -204,14 +219,20 @@ fn captured_are_the_positions_and_layers_that_were_asked_for() {
     let _alone = alone();
     let engine = start("moe-gqa");
     let all = ask(&engine, everything(greedy(prompt(100, 1), 8)));
-    let width = |what| if what == HookPoint::Logits { engine.info().vocab_size } else { engine.info().hidden_size };
+    let sizes = engine.info().row_sizes();
+    let top_k = sizes.choices / all.1.keys().filter(|what| matches!(what, HookPoint::Router(_))).count();
+    let width = |what| match what {
+        HookPoint::Hidden(_) => sizes.stream_width,
+        HookPoint::Logits => sizes.vocab_size,
+        HookPoint::Router(_) => 2 * top_k,
+    };
     for (positions, want) in [
         (Positions::Prompt, (0..100).collect::<Vec<_>>()),
         (Positions::Generated, (100..107).collect()),
         (Positions::Some(vec![3..5, 63..66, 98..1000]), [3, 4, 63, 64, 65].into_iter().chain(98..107).collect()),
         (from_to(500, 501), vec![]),
     ] {
-        let wanted = CaptureWanted { layers: Layers::Some(vec![1]), positions, logits: true };
+        let wanted = CaptureWanted { layers: Layers::Some(vec![1]), positions, logits: true, router: true };
         let (_, rows, end) = ask(&engine, Request { capture: Some(wanted.clone()), ..greedy(prompt(100, 1), 8) });
         // What lies before the first of them may come from the cache.
         assert!(end.unwrap().1.cached_tokens <= want.first().copied().unwrap_or(1000));
@@ -401,7 +422,7 @@ fn what_cannot_be_is_refused() {
     assert!(refused(with(Steer { coefficient: f32::NAN, ..good() })).contains("coefficient"));
     assert!(refused(steered(greedy(prompt(5, 1), 5), vec![good(); 257])).contains("at most 256"));
     let capture = |layers, positions| Request {
-        capture: Some(CaptureWanted { layers, positions, logits: false }),
+        capture: Some(CaptureWanted { layers, positions, logits: false, router: false }),
         ..greedy(prompt(5, 1), 5)
     };
     assert!(refused(capture(Layers::Some(vec![0, layers]), Positions::All)).contains("there is no layer"));

@@ -262,7 +262,7 @@ fn states_are_kept_apart_from_steered_ones_and_those_of_other_tenants() {
     check(Request { tenant: Tenant(7), ..plain() }, 0);
     check(plain(), last);
     // What is captured is computed.
-    let capture = Some(CaptureWanted { layers: Layers::All, positions: Positions::All, logits: false });
+    let capture = Some(CaptureWanted { layers: Layers::All, positions: Positions::All, logits: false, router: false });
     assert_eq!(ask(&engine, Request { capture, ..plain() }).1.cached_tokens, 0);
 }
 

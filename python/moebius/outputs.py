@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from moebius.residual import Floats
+    from moebius.residual import Floats, Ids
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ class Output:
     hidden_size] where a model has several. Empty until the answer is complete."""
     logits: Floats | None
     """If captured: [positions, vocab_size]."""
+    router: dict[int, tuple[Ids, Floats]]
+    """If captured: by layer, chosen experts and their weights, [positions, experts per token] each."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -95,13 +97,19 @@ class Output:
         return message
 
 
-def to_output(fields: dict[str, Any], hidden: dict[int, Floats], logits: Floats | None) -> Output:
+def to_output(
+    fields: dict[str, Any],
+    hidden: dict[int, Floats],
+    logits: Floats | None,
+    router: dict[int, tuple[Ids, Floats]],
+) -> Output:
     """Makes an Output of the extension module's fields."""
     return Output(
         **{
             **fields,
             "hidden": hidden,
             "logits": logits,
+            "router": router,
             "stats": Stats(**fields["stats"]),
             "tool_calls": [ToolCall(*call) for call in fields["tool_calls"]],
             "logprobs": [TokenLogprob(token, logprob, dict(top)) for token, logprob, top in fields["logprobs"]],

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     Floats = NDArray[np.float32]
+    Ids = NDArray[np.int32]
     Layers = Literal["all"] | int | Sequence[int]
     Positions = Literal["all", "prompt", "generated"] | Sequence[tuple[int, int | None]]
 
@@ -54,10 +55,12 @@ class Capture:
     positions: Positions = "all"
     logits: bool = False
     """Also capture the logits at these positions."""
+    router: bool = False
+    """Also capture the experts that the routers of all layers choose at these positions."""
 
     def _fields(self) -> tuple[object, ...]:
         layers = None if self.layers == "all" else [self.layers] if isinstance(self.layers, int) else list(self.layers)
-        return (layers, _positions(self.positions), self.logits)
+        return (layers, _positions(self.positions), self.logits, self.router)
 
 
 def _positions(positions: Positions) -> str | list[tuple[int | None, ...]]:

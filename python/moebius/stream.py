@@ -10,7 +10,7 @@ from moebius import _moebius
 from moebius.outputs import Chunk, Output, to_output
 
 if TYPE_CHECKING:
-    from moebius.residual import Floats
+    from moebius.residual import Floats, Ids
 
 
 class Stream:
@@ -20,7 +20,9 @@ class Stream:
 
     def __init__(self, answer: _moebius.Stream) -> None:
         self._answer = answer
-        self._captured: tuple[dict[int, Floats], Floats | None] | None = None
+        self._captured: (
+            tuple[dict[int, Floats], Floats | None, dict[int, tuple[Ids, Floats]]] | None
+        ) = None
 
     def __iter__(self) -> Stream:
         return self
@@ -57,7 +59,7 @@ class Stream:
         """The answer so far; complete after the last chunk."""
         fields = self._answer.output()
         if fields["finish_reason"] is None:
-            return to_output(fields, {}, None)
+            return to_output(fields, {}, None, {})
         self._captured = self._captured or self._answer.captured()
         return to_output(fields, *self._captured)
 

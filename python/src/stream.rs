@@ -113,7 +113,7 @@ impl Stream {
         self.answer.with(|answer| answer.output())
     }
 
-    /// Moves out the captured rows: arrays by layer, and logits. Later rows are not kept.
+    /// Moves out the captured rows: arrays by layer, logits, and experts by layer. Later rows are not kept.
     fn captured<'py>(&self, py: Python<'py>) -> PyResult<Arrays<'py>> {
         Ok(self.answer.with(|answer| std::mem::take(&mut answer.rows))?.into_arrays(py))
     }

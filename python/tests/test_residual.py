@@ -98,6 +98,11 @@ def test_generated_tokens(llm: LLM) -> None:
         assert (rows == again[layer]).all()
     generated = llm.generate("What is", params, capture=Capture([0], "generated"))
     assert (generated.hidden[0] == plain.hidden[0][-5:]).all() and generated.logits is None
+    routed = llm.generate("What is", params, capture=Capture([], router=True))
+    assert not routed.hidden and routed.token_ids == plain.token_ids and routed.router
+    for ids, weights in routed.router.values():
+        assert ids.shape == weights.shape and len(ids) == len(read) and ids.min() >= 0 and weights.min() > 0
+        assert all(len(set(row)) == len(row) for row in ids.tolist())
     chat = llm.chat([{"role": "user", "content": "Hi"}], params, capture=0)
     assert len(chat.hidden[0]) == len(chat.prompt_token_ids) + len(chat.token_ids) - 1
 

@@ -1,5 +1,7 @@
 //! `Route`: which experts each token goes to.
 
+use std::ops::Range;
+
 use super::dense::Dense;
 use crate::Result;
 use crate::model::Router;
@@ -16,11 +18,17 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// Puts the tokens of `more` behind its own.
-    pub fn append(&mut self, more: &Self) {
+    /// Puts these tokens of `more` behind its own.
+    pub fn append(&mut self, more: &Self, tokens: Range<usize>) {
         self.top_k = more.top_k;
-        self.ids.extend_from_slice(&more.ids);
-        self.weights.extend_from_slice(&more.weights);
+        let choices = tokens.start * more.top_k..tokens.end * more.top_k;
+        self.ids.extend_from_slice(&more.ids[choices.clone()]);
+        self.weights.extend_from_slice(&more.weights[choices]);
+    }
+
+    /// Tokens.
+    pub fn tokens(&self) -> usize {
+        self.ids.len() / self.top_k.max(1)
     }
 }
 

@@ -25,32 +25,60 @@ pub struct CaptureWanted {
     pub positions: Positions,
     /// Logits at these positions, too, as the model gives them.
     pub logits: bool,
+    /// The experts of these positions in every MoE layer, too, and their weights.
+    pub router: bool,
+}
+
+/// What a position has that can be captured.
+#[derive(Clone, Copy, Debug)]
+pub struct RowSizes {
+    /// Layers.
+    pub layers: usize,
+    /// Numbers of all residual streams.
+    pub stream_width: usize,
+    /// Logits.
+    pub vocab_size: usize,
+    /// Experts that it chooses, in all layers together.
+    pub choices: usize,
+}
+
+impl RowSizes {
+    /// Of a model.
+    pub fn of(model: &ModelConfig) -> Self {
+        Self {
+            layers: model.layers.len(),
+            stream_width: model.streams().width(),
+            vocab_size: model.vocab_size,
+            choices: model.moe_layers().map(|(_, moe)| moe.router.top_k).sum(),
+        }
+    }
 }
 
 impl CaptureWanted {
-    /// Refuses layers that a model of `layers` layers does not have, and wanting nothing. Errors: `Error::Invalid`.
-    pub fn check(&self, layers: usize) -> Result<()> {
-        if self.layers == Layers::NONE && !self.logits {
-            return Err(Error::Invalid("nothing is to be captured: name layers, or ask for logits".into()));
+    /// Refuses layers that the model does not have, a router where it has none, and wanting nothing. Errors:
+    /// `Error::Invalid`.
+    pub fn check(&self, sizes: RowSizes) -> Result<()> {
+        if self.layers == Layers::NONE && !self.logits && !self.router {
+            return Err(Error::Invalid(
+                "nothing is to be captured: name layers, or ask for logits or for the router's choices".into(),
+            ));
         }
-        self.layers.check(layers)?;
+        if self.router && sizes.choices == 0 {
+            return Err(Error::Invalid("the model has no router to capture: leave `router` out".into()));
+        }
+        self.layers.check(sizes.layers)?;
         self.positions.check()
     }
 
     /// Bytes of all rows of a sequence of `tokens` tokens, `prompt_tokens` of them its prompt; the last generated is
     /// never read.
-    pub fn bytes(
-        &self,
-        prompt_tokens: usize,
-        tokens: usize,
-        layers: usize,
-        stream_width: usize,
-        vocab_size: usize,
-    ) -> usize {
+    pub fn bytes(&self, prompt_tokens: usize, tokens: usize, sizes: RowSizes) -> usize {
+        let RowSizes { layers, stream_width, vocab_size, choices } = sizes;
         let read = tokens.saturating_sub(1).max(prompt_tokens);
         let positions: usize = self.positions.within(prompt_tokens, 0..read).map(|range| range.len()).sum();
-        let row = self.layers.count(layers) * stream_width + usize::from(self.logits) * vocab_size;
-        positions.saturating_mul(row * size_of::<f32>())
+        let floats = self.layers.count(layers) * stream_width + usize::from(self.logits) * vocab_size;
+        let row = floats * size_of::<f32>() + usize::from(self.router) * choices * size_of::<(i32, f32)>();
+        positions.saturating_mul(row)
     }
 }
 
@@ -63,8 +91,10 @@ pub struct Captured {
     pub position: usize,
     /// How many positions.
     pub count: usize,
-    /// A row for each: `[count, streams * hidden]`, or `[count, vocab]`.
+    /// A row for each: `[count, streams * hidden]`, `[count, vocab]`, or weights of experts `[count, top_k]`.
     pub rows: Vec<f32>,
+    /// Of a router: the experts, `[count, top_k]`.
+    pub experts: Vec<i32>,
 }
 
 /// Where in the forward pass rows are captured.
@@ -74,6 +104,8 @@ pub enum HookPoint {
     Hidden(usize),
     /// Logits, before sampling changes them.
     Logits,
+    /// Where this layer sends the position's token.
+    Router(usize),
 }
 
 /// Logits of `rows` of the last batch, as many at a time as the model gives: `emit(row, logits)`, `[n, vocab]` from
@@ -126,14 +158,15 @@ pub fn capture(loaded: &mut Loaded, tokens: &[u32], wanted: &Wanted, chunk: usiz
         batch.clear();
         let end = i * chunk + part.len();
         batch.push(part, i * chunk, &blocks[..end.div_ceil(BLOCK_SIZE)]);
-        let takes = wanted.hidden.iter().map(|layers| Take { layers: layers.clone(), rows: 0..part.len() });
-        let mut tap = Tap { takes: takes.collect(), routing: wanted.router, ..Tap::default() };
+        let layers = wanted.hidden.clone().unwrap_or(Layers::NONE);
+        let take = Take { layers, router: wanted.router, rows: 0..part.len() };
+        let mut tap = Tap { takes: vec![take], ..Tap::default() };
         model.forward(&batch, Some(&mut tap))?;
         for ((_, layer), rows) in tap.taken {
             capture.hidden.entry(layer).or_default().extend(rows);
         }
-        for (layer, routing) in &tap.routed {
-            capture.router.entry(*layer).or_default().append(routing);
+        for ((_, layer), routing) in &tap.routed {
+            capture.router.entry(*layer).or_default().append(routing, 0..part.len());
         }
         if wanted.logits {
             each_logits(&mut **model, 0..part.len(), |_, logits| capture.logits.extend_from_slice(logits))?;

@@ -16,7 +16,7 @@ use crate::backend::Addition;
 use crate::backend::batch::{BLOCK_SIZE, Batch, Span};
 use crate::backend::tensor::Shortlist;
 use crate::config::EngineConfig;
-use crate::engine::capture::each_logits;
+use crate::engine::capture::{RowSizes, each_logits};
 use crate::engine::metrics::Metrics;
 use crate::engine::prefill_budget::PrefillBudget;
 use crate::engine::sampler::{Logprobs, Sampler};
@@ -196,14 +196,8 @@ impl Engine {
         let room = self.ends.max_context - request.prompt.len();
         let max_tokens = request.max_tokens.unwrap_or(room).min(room);
         if let Some(wanted) = &request.capture {
-            let (model, prompt) = (self.model.config(), request.prompt.len());
-            let bytes = wanted.bytes(
-                prompt,
-                prompt + max_tokens,
-                model.layers.len(),
-                model.streams().width(),
-                model.vocab_size,
-            );
+            let prompt = request.prompt.len();
+            let bytes = wanted.bytes(prompt, prompt + max_tokens, RowSizes::of(self.model.config()));
             if bytes as u64 > available - LEAST_BYTES {
                 return refuse(Error::Resources(format!(
                     "what is to be captured takes {} MiB and {} are free: ask for fewer layers or positions, or for \
@@ -331,13 +325,19 @@ impl Engine {
         for ((number, layer), rows) in std::mem::take(&mut tap.taken) {
             let taker = &takers[number];
             let count = tap.takes[number].rows.len();
-            emit(taker, Captured { what: HookPoint::Hidden(layer), position: taker.position, count, rows });
+            let what = HookPoint::Hidden(layer);
+            emit(taker, Captured { what, position: taker.position, count, rows, experts: Vec::new() });
+        }
+        for ((number, layer), routing) in std::mem::take(&mut tap.routed) {
+            let (what, count) = (HookPoint::Router(layer), routing.tokens());
+            let (taker, rows, experts) = (&takers[number], routing.weights, routing.ids);
+            emit(taker, Captured { what, position: taker.position, count, rows, experts });
         }
         for (taker, take) in takers.iter().zip(&tap.takes).filter(|(taker, _)| taker.logits) {
             each_logits(&mut **model, take.rows.clone(), |row, logits| {
                 let position = taker.position + row - take.rows.start;
                 let (count, rows) = (logits.len() / *vocab_size, logits.to_vec());
-                emit(taker, Captured { what: HookPoint::Logits, position, count, rows });
+                emit(taker, Captured { what: HookPoint::Logits, position, count, rows, experts: Vec::new() });
             })?;
         }
         for (taker, take) in takers.iter().zip(&tap.takes) {
@@ -519,7 +519,7 @@ impl Generation {
         for run in
             wanted.positions.within(prompt_tokens, positions.start.max(self.captured)..positions.end.max(self.captured))
         {
-            tap.takes.push(Take { layers: wanted.layers.clone(), rows: rows(&run) });
+            tap.takes.push(Take { layers: wanted.layers.clone(), router: wanted.router, rows: rows(&run) });
             takers.push(Taker { index, position: run.start, logits: wanted.logits });
         }
     }

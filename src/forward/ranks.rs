@@ -143,11 +143,11 @@ impl<B: Backend> Forward for Ranks<B> {
 
     fn forward(&mut self, batch: &Batch, tap: Option<&mut Tap>) -> Result<()> {
         // What is taken is the same on all ranks, but only passes of one kind meet in their sums.
-        let like = tap.as_ref().map(|tap| (tap.takes.clone(), tap.routing));
+        let like = tap.as_ref().map(|tap| tap.takes.clone());
         assert!(tap.as_ref().is_none_or(|tap| tap.additions.is_empty()), "vectors are not held on several GPUs");
         let copy = Arc::new(batch.clone());
         self.ask(move |model| {
-            let mut tap = like.clone().map(|(takes, routing)| Tap { takes, routing, ..Tap::default() });
+            let mut tap = like.clone().map(|takes| Tap { takes, ..Tap::default() });
             model.forward(&copy, tap.as_mut())
         })?;
         let done = self.first.forward(batch, tap);

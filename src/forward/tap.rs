@@ -200,19 +200,19 @@ pub struct Tap {
     pub additions: Vec<Addition<[f32]>>,
     /// What is taken.
     pub takes: Vec<Take>,
-    /// Whether [`Tap::routed`] is filled.
-    pub routing: bool,
     /// By number of the take, then layer: `[rows, streams * hidden]`.
     pub taken: BTreeMap<(usize, usize), Vec<f32>>,
-    /// By MoE layer: experts and weights of every row.
-    pub routed: BTreeMap<usize, Routing>,
+    /// By number of the take, then MoE layer: experts and weights of its rows.
+    pub routed: BTreeMap<(usize, usize), Routing>,
 }
 
-/// Rows of the residual stream that are wanted.
+/// Rows of which something is wanted.
 #[derive(Clone, Debug)]
 pub struct Take {
-    /// After these layers.
+    /// The residual stream after these layers.
     pub layers: Layers,
+    /// Where every MoE layer sends them.
+    pub router: bool,
     /// These.
     pub rows: Range<usize>,
 }
@@ -220,12 +220,12 @@ pub struct Take {
 impl Tap {
     /// Nothing is added and nothing taken: the pass is as any other.
     pub fn is_empty(&self) -> bool {
-        self.additions.is_empty() && self.takes.is_empty() && !self.routing
+        self.additions.is_empty() && self.takes.is_empty()
     }
 
     /// What it does between layers; logits come after them.
     pub(super) fn hooks(&self) -> Hooks {
-        match self.routing || self.takes.iter().any(|take| take.layers != Layers::NONE) {
+        match self.takes.iter().any(|take| take.router || take.layers != Layers::NONE) {
             true => Hooks::Read,
             false if self.additions.is_empty() => Hooks::None,
             false => Hooks::Add,
@@ -240,10 +240,14 @@ impl Tap {
         part: &Part<B>,
         routing: Option<&B::Routing>,
     ) -> Result<()> {
-        if let (true, Some(on_device)) = (self.routing, routing) {
-            let mut routing = Routing::default();
-            backend.read_routing(on_device, &mut routing)?;
-            self.routed.entry(layer).or_default().append(&routing);
+        let mut of_part = Routing::default();
+        if let Some(routing) = routing.filter(|_| self.takes.iter().any(|take| take.router)) {
+            backend.read_routing(routing, &mut of_part)?;
+            for (number, take) in self.takes.iter().enumerate().filter(|(_, take)| take.router) {
+                let Range { start, end } = intersection(&take.rows, &part.rows);
+                let tokens = start - part.rows.start.min(start)..end - part.rows.start.min(start);
+                self.routed.entry((number, layer)).or_default().append(&of_part, tokens);
+            }
         }
         for (number, take) in self.takes.iter().enumerate().filter(|(_, take)| take.layers.contains(layer)) {
             part.read(backend, &take.rows, self.taken.entry((number, layer)).or_default())?;
@@ -251,7 +255,7 @@ impl Tap {
         Ok(())
     }
 
-    /// Forgets everything but `routing`.
+    /// Forgets everything.
     pub fn clear(&mut self) {
         self.additions.clear();
         self.takes.clear();

@@ -1,4 +1,4 @@
-//! `/v1/capture`: residual stream and logits of a prompt and of the generated tokens.
+//! `/v1/capture`: residual stream, logits and experts of a prompt and of the generated tokens.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -95,6 +95,7 @@ pub(super) fn read(model: &TextModel, fields: &mut RequestFields) -> Result<Aske
         layers: read_layers(model, fields)?,
         positions: read_positions(fields)?,
         logits: fields.boolean("logits")?.unwrap_or(false),
+        router: fields.boolean("router")?.unwrap_or(false),
     };
     let encoding = match fields.string("encoding_format")?.as_deref() {
         None | Some("base64") => Encoding::Base64,
@@ -106,9 +107,10 @@ pub(super) fn read(model: &TextModel, fields: &mut RequestFields) -> Result<Aske
         }
     };
     let info = model.engine().info();
-    capture.check(info.layers).map_err(|e| ApiError::of_field("layers", e))?;
+    let of_wrong = if capture.router && info.choices == 0 { "router" } else { "layers" };
+    capture.check(info.row_sizes()).map_err(|e| ApiError::of_field(of_wrong, e))?;
     let longest = prompt.len().saturating_add(max_tokens).min(info.max_context);
-    let bytes = capture.bytes(prompt.len(), longest, info.layers, info.stream_shape().width(), info.vocab_size);
+    let bytes = capture.bytes(prompt.len(), longest, info.row_sizes());
     if bytes > MAX_BYTES {
         let message = format!(
             "This captures up to {} MiB and one answer may hold {}: ask for fewer layers or positions, for no logits, \
@@ -141,41 +143,76 @@ struct CaptureAnswer {
 #[derive(Default)]
 struct CapturedRows {
     positions: Vec<Range<usize>>,
-    parts: Vec<Vec<f32>>, // as the engine gave them: joining them would need them twice
+    // As the engine gave them: joining them would need them twice.
+    rows: Vec<Vec<f32>>,
+    experts: Vec<Vec<i32>>,
 }
 
-impl CapturedRows {
-    /// Of so many rows of this kind.
-    fn shape(&self, what: &HookPoint, rows: usize, streams: StreamShape) -> Vec<usize> {
-        match what {
-            HookPoint::Hidden(_) => streams.rows(rows),
-            HookPoint::Logits => vec![rows, self.parts.iter().map(Vec::len).sum::<usize>() / rows.max(1)],
+/// One array of an answer.
+struct Array<'a> {
+    shape: Vec<usize>,
+    numbers: Numbers<'a>,
+}
+
+/// Its numbers, in parts.
+enum Numbers<'a> {
+    F32(&'a [Vec<f32>]),
+    I32(&'a [Vec<i32>]),
+}
+
+impl Array<'_> {
+    fn dtype(&self) -> &'static str {
+        match self.numbers {
+            Numbers::F32(_) => "F32",
+            Numbers::I32(_) => "I32",
         }
     }
 
-    /// Little-endian bytes; every supported machine is little-endian.
-    fn bytes(&self) -> impl Iterator<Item = &[u8]> {
-        self.parts.iter().map(|part| bytemuck::cast_slice(part))
+    /// Its numbers as little-endian bytes; every supported machine is little-endian.
+    fn write_bytes(&self, out: &mut dyn Write) -> io::Result<()> {
+        match self.numbers {
+            Numbers::F32(parts) => parts.iter().try_for_each(|part| out.write_all(bytemuck::cast_slice(part))),
+            Numbers::I32(parts) => parts.iter().try_for_each(|part| out.write_all(bytemuck::cast_slice(part))),
+        }
     }
 
-    fn write(&self, shape: &[usize], encoding: Encoding, out: &mut dyn Write) -> io::Result<()> {
+    fn write_json(&self, encoding: Encoding, out: &mut dyn Write) -> io::Result<()> {
         out.write_all(b"{\"shape\":")?;
-        serde_json::to_writer(&mut *out, shape)?;
+        serde_json::to_writer(&mut *out, &self.shape)?;
         out.write_all(b",\"data\":")?;
-        match encoding {
-            Encoding::Float => {
-                write_list(out, self.parts.iter().flatten())?;
-                out.write_all(b"}")
-            }
+        match (encoding, &self.numbers) {
+            (Encoding::Float, Numbers::F32(parts)) => write_list(out, parts.iter().flatten())?,
+            (Encoding::Float, Numbers::I32(parts)) => write_list(out, parts.iter().flatten())?,
             _ => {
                 out.write_all(b"\"")?;
                 let mut base64 = EncoderWriter::new(&mut *out, &BASE64_STANDARD);
-                self.bytes().try_for_each(|bytes| base64.write_all(bytes))?;
+                self.write_bytes(&mut base64)?;
                 base64.finish()?;
                 drop(base64);
-                out.write_all(b"\"}")
+                out.write_all(b"\"")?;
             }
         }
+        out.write_all(b"}")
+    }
+}
+
+impl CapturedRows {
+    /// What `what` has of so many positions: rows, or weights of experts.
+    fn floats(&self, what: &HookPoint, positions: usize, streams: StreamShape) -> Array<'_> {
+        let shape = match what {
+            HookPoint::Hidden(_) => streams.rows(positions),
+            HookPoint::Logits | HookPoint::Router(_) => self.each(positions),
+        };
+        Array { shape, numbers: Numbers::F32(&self.rows) }
+    }
+
+    /// The experts.
+    fn experts(&self, positions: usize) -> Array<'_> {
+        Array { shape: self.each(positions), numbers: Numbers::I32(&self.experts) }
+    }
+
+    fn each(&self, positions: usize) -> Vec<usize> {
+        vec![positions, self.rows.iter().map(Vec::len).sum::<usize>() / positions.max(1)]
     }
 }
 
@@ -185,13 +222,14 @@ impl CaptureAnswer {
         loop {
             match events.recv().await {
                 Some(Event::Token(token)) => tokens.push(token.id),
-                Some(Event::Captured(Captured { what, position, count, rows: numbers })) => {
+                Some(Event::Captured(Captured { what, position, count, rows: numbers, experts })) => {
                     let all = rows.entry(what).or_default();
                     match all.positions.last_mut() {
                         Some(last) if last.end == position => last.end += count,
                         _ => all.positions.push(position..position + count),
                     }
-                    all.parts.push(numbers);
+                    all.rows.push(numbers);
+                    all.experts.push(experts);
                 }
                 Some(Event::Done(reason, stats)) => return Ok(Self { tokens, rows, reason, stats }),
                 Some(Event::Failed(error)) => return Err(error.into()),
@@ -233,26 +271,38 @@ impl CaptureAnswer {
         serde_json::to_writer(&mut *out, &self.tokens)?;
         out.write_all(b",\"positions\":")?;
         serde_json::to_writer(&mut *out, &positions)?;
+        let floats = |what, rows: &CapturedRows, out: &mut dyn Write| {
+            rows.floats(what, positions.len(), streams).write_json(encoding, out)
+        };
+        let mut between = "";
         out.write_all(b",\"hidden\":{")?;
-        let mut first = true;
         for (what, rows) in &self.rows {
             let HookPoint::Hidden(layer) = what else { continue };
-            write!(out, "{}\"{layer}\":", if first { "" } else { "," })?;
-            rows.write(&rows.shape(what, positions.len(), streams), encoding, out)?;
-            first = false;
+            write!(out, "{between}\"{layer}\":")?;
+            floats(what, rows, out)?;
+            between = ",";
         }
         out.write_all(b"},\"logits\":")?;
         match self.rows.get(&HookPoint::Logits) {
-            Some(rows) => {
-                rows.write(&rows.shape(&HookPoint::Logits, positions.len(), streams), encoding, out)?;
-            }
+            Some(rows) => floats(&HookPoint::Logits, rows, out)?,
             None => out.write_all(b"null")?,
         }
-        out.write_all(b"}")
+        between = "";
+        out.write_all(b",\"router\":{")?;
+        for (what, rows) in &self.rows {
+            let HookPoint::Router(layer) = what else { continue };
+            write!(out, "{between}\"{layer}\":{{\"ids\":")?;
+            rows.experts(positions.len()).write_json(encoding, out)?;
+            out.write_all(b",\"weights\":")?;
+            floats(what, rows, out)?;
+            out.write_all(b"}")?;
+            between = ",";
+        }
+        out.write_all(b"}}")
     }
 
     /// `tokens` [T] and `positions` [n], I64; `hidden.{i}` [n, hidden] or [n, streams, hidden] and `logits` [n, vocab],
-    /// F32: the names of `moebius capture`.
+    /// F32; `router.{i}.ids`, I32, and `router.{i}.weights`, F32, [n, top_k].
     fn write_safetensors(&self, streams: StreamShape, out: &mut dyn Write) -> io::Result<()> {
         let tokens: Vec<i64> = self.tokens.iter().map(|&t| i64::from(t)).collect();
         let positions: Vec<i64> = self.positions().iter().map(|&p| p as i64).collect();
@@ -265,12 +315,20 @@ impl CaptureAnswer {
         };
         tensor("tokens".into(), "I64", vec![tokens.len()], 8);
         tensor("positions".into(), "I64", vec![positions.len()], 8);
+        let mut arrays = Vec::new();
         for (what, rows) in &self.rows {
-            let name = match what {
-                HookPoint::Hidden(layer) => format!("hidden.{layer}"),
-                HookPoint::Logits => "logits".into(),
-            };
-            tensor(name, "F32", rows.shape(what, positions.len(), streams), 4);
+            let floats = rows.floats(what, positions.len(), streams);
+            match what {
+                HookPoint::Hidden(layer) => arrays.push((format!("hidden.{layer}"), floats)),
+                HookPoint::Logits => arrays.push(("logits".into(), floats)),
+                HookPoint::Router(layer) => {
+                    arrays.push((format!("router.{layer}.ids"), rows.experts(positions.len())));
+                    arrays.push((format!("router.{layer}.weights"), floats));
+                }
+            }
+        }
+        for (name, array) in &arrays {
+            tensor(name.clone(), array.dtype(), array.shape.clone(), 4);
         }
         // The format aligns tensors to 8 bytes.
         let header = Value::Object(header).to_string();
@@ -279,6 +337,6 @@ impl CaptureAnswer {
         write!(out, "{header:padded$}")?;
         out.write_all(bytemuck::cast_slice(&tokens))?;
         out.write_all(bytemuck::cast_slice(&positions))?;
-        self.rows.values().flat_map(CapturedRows::bytes).try_for_each(|bytes| out.write_all(bytes))
+        arrays.iter().try_for_each(|(_, array)| array.write_bytes(out))
     }
 }

@@ -55,6 +55,7 @@ pub(crate) fn model_in(dir: &Path) -> (TextModel, UnboundedReceiver<Submission>)
         hidden_size: 8,
         streams: 1,
         vocab_size: 512,
+        choices: 6,
         max_context: 256,
         max_queue: 8,
         threads: 1,

@@ -160,7 +160,7 @@ fn a_capture_that_nobody_takes_breaks_off() {
     let mut socket = send(server.address, "POST", "/v1/capture", body.as_bytes());
     let submission = server.next();
     let rows = vec![0.12345678; 40 << 20 >> 2];
-    let captured = Captured { what: HookPoint::Hidden(2), position: 0, count: 3, rows };
+    let captured = Captured { what: HookPoint::Hidden(2), position: 0, count: 3, rows, experts: Vec::new() };
     submission.events.send(Event::Captured(captured)).unwrap();
     let stats = RequestStats { prompt_tokens: 3, ..RequestStats::default() };
     submission.events.send(Event::Done(FinishReason::Stop, stats)).unwrap();

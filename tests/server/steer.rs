@@ -3,7 +3,7 @@
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use moebius::engine::{Captured, Event, FinishReason, HookPoint, Layers, Positions, RequestStats, Submission};
-use safetensors::SafeTensors;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 
 use crate::fixture::*;
@@ -119,6 +119,7 @@ fn what_cannot_be_steered_or_captured_is_refused_by_name() {
         (json!({"layers": "some"}), "layers"),
         (json!({"layers": [0], "positions": 5}), "positions"),
         (json!({"layers": [0], "logits": "yes"}), "logits"),
+        (json!({"layers": [0], "router": 1}), "router"),
         (json!({"layers": [0], "encoding_format": "hex"}), "encoding_format"),
         (json!({"layers": [0], "n": 2}), "n"),
         (json!({"layers": [0], "stream": true}), "stream"),
@@ -135,13 +136,16 @@ fn capture(submission: &Submission) {
     let number = |kind: usize, position: usize, column: usize| (kind * 1000 + position * 10 + column) as f32;
     let emit = |what: HookPoint, kind: usize, width: usize, positions: std::ops::Range<usize>| {
         let rows = positions.clone().flat_map(|p| (0..width).map(move |c| number(kind, p, c))).collect();
-        submission
-            .events
-            .send(Event::Captured(Captured { what, position: positions.start, count: positions.len(), rows }))
-            .unwrap();
+        let experts = match what {
+            HookPoint::Router(_) => positions.clone().flat_map(|p| [p as i32, 7]).collect(),
+            _ => Vec::new(),
+        };
+        let captured = Captured { what, position: positions.start, count: positions.len(), rows, experts };
+        submission.events.send(Event::Captured(captured)).unwrap();
     };
     for part in [0..1, 1..n] {
         emit(HookPoint::Hidden(2), 2, 8, part.clone()); // the model's width
+        emit(HookPoint::Router(1), 1, 2, part.clone());
         emit(HookPoint::Logits, 9, 3, part);
     }
     submission.events.send(token(39)).unwrap();
@@ -152,14 +156,15 @@ fn capture(submission: &Submission) {
 fn captured_rows_in_every_encoding() {
     let mut server = start();
     let body = |encoding: &str| {
-        json!({"prompt": [5, 6, 7], "layers": [2], "logits": true, "max_tokens": 1,
-        "encoding_format": encoding})
+        json!({"prompt": [5, 6, 7], "layers": [2], "logits": true, "router": true, "max_tokens": 1,
+            "encoding_format": encoding})
     };
     let mut answer = |encoding: &str| {
         let socket = send(server.address, "POST", "/v1/capture", body(encoding).to_string().as_bytes());
         let submission = server.next();
         let wanted = submission.request.capture.as_ref().unwrap();
-        assert_eq!((&wanted.layers, &wanted.positions, wanted.logits), (&Layers::Some(vec![2]), &Positions::All, true));
+        assert_eq!((&wanted.layers, &wanted.positions), (&Layers::Some(vec![2]), &Positions::All));
+        assert!(wanted.logits && wanted.router);
         assert_eq!(submission.request.max_tokens, Some(1));
         capture(&submission);
         let mut bytes = Vec::new();
@@ -168,6 +173,7 @@ fn captured_rows_in_every_encoding() {
         (String::from_utf8(bytes[..at].to_vec()).unwrap(), joined(&bytes[at + 4..]))
     };
     let hidden: Vec<f32> = (0..24).map(|i| (2000 + i / 8 * 10 + i % 8) as f32).collect();
+    let (ids, weights) = ([0, 7, 1, 7, 2, 7], [1000.0, 1001.0, 1010.0, 1011.0, 1020.0, 1021.0]);
     let logits: Vec<f32> = (0..9).map(|i| (9000 + i / 3 * 10 + i % 3) as f32).collect();
 
     let told: Value = serde_json::from_slice(&answer("float").1).unwrap();
@@ -176,6 +182,9 @@ fn captured_rows_in_every_encoding() {
         (&told["logits"]["data"], &told["positions"], &told["tokens"]),
         (&json!(logits), &json!([0, 1, 2]), &json!([5, 6, 7, 39]))
     );
+    let router = &told["router"]["1"];
+    assert_eq!((&router["ids"]["data"], &router["ids"]["shape"]), (&json!(ids), &json!([3, 2])));
+    assert_eq!((&router["weights"]["data"], &told["router"]["2"]), (&json!(weights), &Value::Null));
     assert_eq!((&told["finish_reason"], &told["usage"]["completion_tokens"]), (&json!("stop"), &json!(1)));
 
     let told: Value = serde_json::from_slice(&answer("base64").1).unwrap();
@@ -188,6 +197,10 @@ fn captured_rows_in_every_encoding() {
     assert!(head.contains("application/octet-stream"), "{head}");
     let file = SafeTensors::deserialize(&body).unwrap();
     assert_eq!(floats(file.tensor("hidden.2").unwrap().data()), hidden);
+    let experts = file.tensor("router.1.ids").unwrap();
+    assert_eq!((experts.dtype(), experts.shape()), (Dtype::I32, &[3, 2][..]));
+    assert_eq!(experts.data(), ids.iter().flat_map(|id: &i32| id.to_le_bytes()).collect::<Vec<_>>());
+    assert_eq!(floats(file.tensor("router.1.weights").unwrap().data()), weights);
     assert_eq!(
         (file.tensor("logits").unwrap().shape(), file.tensor("tokens").unwrap().shape()),
         (&[3, 3][..], &[4][..])

@@ -16,7 +16,7 @@ use crate::backend::cpu::op_times;
 use crate::config::EngineConfig;
 use crate::experts::Traffic;
 use crate::forward::block_pool::{BlockPool, BlockTable};
-use crate::forward::tap::Tap;
+use crate::forward::tap::{Layers, Take, Tap};
 use crate::kernel::random::Random;
 use crate::load::synthetic::{self, Synthetic};
 use crate::load::{self, Budget, Description, Kept, LoadProgress, Loaded, ModelFolder, Spec, Stored};
@@ -417,7 +417,8 @@ impl<'a> Bench<'a> {
         let Some(of) = self.loaded.model.config().moe().map(|m| m.num_experts) else { return Ok(None) };
         let mut blocks = BlockTable::default();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
-        let (prompt, mut tap) = (self.tokens(tokens), Tap { routing: true, ..Tap::default() });
+        let take = Take { layers: Layers::NONE, router: true, rows: 0..tokens };
+        let (prompt, mut tap) = (self.tokens(tokens), Tap { takes: vec![take], ..Tap::default() });
         let mut choices = self.sequences(1);
         self.read(&prompt, (&blocks, 0), &mut choices, Some(&mut tap))?;
         let used = tap.routed.values().map(|routing| routing.ids.iter().collect::<BTreeSet<_>>().len());
