@@ -91,8 +91,8 @@ pub(super) fn bailing_hybrid(f: &Fields<'_>) -> Result<ModelConfig> {
         scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
         ..Router::new(f.top_k()?, Scoring::Sigmoid)
     };
-    // The last layers of Ling-3.0-flash are trained with bounds. HF's code does not read them; inclusionAI's own vLLM and
-    // SGLang (models/bailing_moe_v3.py) do.
+    // The last layers of Ling-3.0-flash are trained with bounds. HF's code does not read them; vLLM's and SGLang's
+    // bailing_moe_v3.py do.
     let [limits, shared_limits] =
         ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list"].map(|name| f.each_layer_or(name, 0.0));
     let (limits, shared_limits) = (limits?, shared_limits?);
