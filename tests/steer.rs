@@ -220,7 +220,8 @@ fn captured_are_the_positions_and_layers_that_were_asked_for() {
     let engine = start("moe-gqa");
     let all = ask(&engine, everything(greedy(prompt(100, 1), 8)));
     let sizes = engine.info().row_sizes();
-    let top_k = sizes.choices / all.1.keys().filter(|what| matches!(what, HookPoint::Router(_))).count();
+    let routers = all.1.keys().filter(|what| matches!(what, HookPoint::Router(_))).count();
+    let top_k = sizes.choices / routers;
     let width = |what| match what {
         HookPoint::Hidden(_) => sizes.stream_width,
         HookPoint::Logits => sizes.vocab_size,
@@ -236,7 +237,7 @@ fn captured_are_the_positions_and_layers_that_were_asked_for() {
         let (_, rows, end) = ask(&engine, Request { capture: Some(wanted.clone()), ..greedy(prompt(100, 1), 8) });
         // What lies before the first of them may come from the cache.
         assert!(end.unwrap().1.cached_tokens <= want.first().copied().unwrap_or(1000));
-        assert_eq!(rows.len(), if want.is_empty() { 0 } else { 2 });
+        assert_eq!(rows.len(), if want.is_empty() { 0 } else { 2 + routers });
         for (what, (at, rows)) in rows {
             assert_eq!(at, want, "{wanted:?}");
             let whole = &all.1[&what].1;

@@ -1,6 +1,6 @@
 //! MXFP4: blocks of 32 weights, E2M1 values two to a byte, the low half first, and one exponent for each block. gpt-oss
-//! has stacks of them, DeepSeek-V4, MiMo-V2.6 and Ling 3 the matrices of experts (`weight` in bytes, `scale`), compressed-tensors all
-//! (`weight_packed`, `weight_scale`).
+//! has stacks of them; DeepSeek-V4, MiMo-V2.6 and Ling 3 the matrices of experts (`weight` in bytes, `scale`);
+//! compressed-tensors all (`weight_packed`, `weight_scale`).
 //!
 //! The values 0, 0.5, 1, 1.5, 2, 3, 4, 6 are halves of integers, so that they pass as codes up to 12 with half the
 //! scale, exactly. Source: the OCP microscaling specification 1.0, and gpt-oss's own reader.
