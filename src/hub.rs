@@ -253,8 +253,9 @@ impl Hub {
 
 /// Small files that say how to read the weights and how to talk.
 fn is_text_side(name: &str) -> bool {
-    const NAMES: [&str; 7] = [
+    const NAMES: [&str; 8] = [
         "config.json",
+        "hf_quant_config.json",
         "generation_config.json",
         "tokenizer.json",
         "tokenizer_config.json",

@@ -412,6 +412,11 @@ pub fn kept_by_all(sources: &[Source<'_>]) -> Option<Precision> {
     Some(coarsest.with_scales(scales.reduce(ScaleType::of_both).unwrap_or_default()))
 }
 
+/// Decodes FP8 values that share a scale. Errors: one clause, where a value is NaN.
+pub(crate) fn decode_fp8(stored: &[u8], scale: f32, out: &mut [f32]) -> std::result::Result<(), String> {
+    if fp8::scaled(stored, scale, out) { Ok(()) } else { Err(float::UNUSABLE.into()) }
+}
+
 /// Decodes a whole tensor of plain numbers.
 ///
 /// Errors: `Error::Checkpoint` naming the tensor when it is of another type, or holds NaN or infinity.

@@ -202,6 +202,91 @@ fn fp8_of_stacked_experts_has_scales_of_each() {
         let integers = Some(Integers::fp8(32, ScaleType::F32));
         check(&Example { name, ..Example::new(written.clone(), want, integers) });
     }
+    // One for each expert, as in Mistral-Small-4-119B.
+    for shape in [&[2][..], &[2, 1, 1]] {
+        let written = Written::new(json!({"quant_method": "fp8", "weight_block_size": null}))
+            .add("m.experts.gate_up_proj", Dtype::F8_E4M3, &[2, 2 * N, K], bytes.clone())
+            .f32s("m.experts.gate_up_proj_scale_inv", shape, &[0.25, 1.5]);
+        let want = (0..N * K).map(|i| e4m3(bytes[2 * N * K + N * K + i]) * 1.5).collect();
+        let integers = Some(Integers::fp8(128, ScaleType::F32));
+        check(&Example { name: "m.experts.1.up_proj.weight", ..Example::new(written, want, integers) });
+    }
+}
+
+/// A table of n-grams in FP8, whose tensors share a scale, as NVIDIA's and RadixArk's Qwen3.8-Flash-Next have it.
+#[test]
+fn a_table_of_fp8_has_one_scale() {
+    let bytes: Vec<u8> = (0..5 * 16).map(|i| (i * 3 % 0x7f) as u8 | (i as u8 & 1) << 7).collect();
+    let written = Written::new(Value::Null)
+        .add("m.ngram_embedding.shard_0.weight", Dtype::F8_E4M3, &[3, 16], bytes[..48].to_vec())
+        .add("m.ngram_embedding.shard_1.weight", Dtype::F8_E4M3, &[2, 16], bytes[48..].to_vec());
+    let dir = TempDir::new().unwrap();
+    let without = written.write(dir.path()).table("none", "m.ngram_embedding.shard_", 16).unwrap_err().to_string();
+    assert!(without.contains("m.ngram_embedding.weight_scale is missing"), "{without}");
+    let whole = written.bf16s("m.ngram_embedding.weight_scale", &[1], &[0.375]);
+    let table = whole.write(dir.path()).table("none", "m.ngram_embedding.shard_", 16).unwrap();
+    assert_eq!(table.rows(), 5);
+    for (i, stored) in bytes.chunks(16).enumerate() {
+        let mut row = [0.0; 16];
+        table.row(i, &mut row).unwrap();
+        assert_eq!(row.to_vec(), stored.iter().map(|&byte| e4m3(byte) * 0.375).collect::<Vec<_>>());
+    }
+}
+
+/// As Step-3.7-Flash-NVFP4 has them: a number for each expert.
+#[test]
+fn nvfp4_of_stacked_experts_has_numbers_of_each() {
+    let example = nvfp4(false);
+    let of = |name: &str| example.written.tensors.iter().find(|tensor| tensor.0 == name).unwrap().3.clone();
+    let [bytes, scales, number] = ["a.weight", "a.weight_scale", "a.weight_scale_2"].map(of);
+    let behind = |first: Vec<u8>, second: &[u8]| [first, second.to_vec()].concat();
+    let written = Written::new(json!({"quant_method": "modelopt", "quant_algo": "NVFP4"}))
+        .add("m.moe.up_proj.weight", Dtype::U8, &[2, N, K / 2], behind(vec![0x12; bytes.len()], &bytes))
+        .add("m.moe.up_proj.weight_scale", Dtype::F8_E4M3, &[2, N, K / 16], behind(vec![0x38; scales.len()], &scales))
+        .add("m.moe.up_proj.weight_scale_2", Dtype::F32, &[2], behind(3f32.to_le_bytes().to_vec(), &number));
+    for (name, want) in [
+        ("m.moe.experts.0.up_proj.weight", (0..N * K).map(|i| if i % 2 == 0 { 3.0 } else { 1.5 }).collect()),
+        ("m.moe.experts.1.up_proj.weight", example.want.clone().unwrap()),
+    ] {
+        check(&Example { name, ..Example::new(written.clone(), want, None) });
+    }
+    let dir = TempDir::new().unwrap();
+    assert_eq!(written.write(dir.path()).matrices(), [("m.moe.experts.0.up_proj.weight".to_string(), [N, K])]);
+    assert!(written.error("m.moe.experts.2.up_proj.weight").contains("has no expert 2"));
+}
+
+/// A config says how some layers are stored, or calls all by one name; each tensor says how it is.
+#[test]
+fn formats_beside_each_other() {
+    let each = |kind: &str| json!({"quant_algo": kind});
+    for config in [
+        // NVIDIA's Qwen3.6-35B-A3B-NVFP4, MiniMax-M3-NVFP4 and DeepSeek-V4-Flash-NVFP4, and MiniMax-M3.1.
+        json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers":
+            {"m.layers.0.self_attn.q_proj": each("FP8"), "m.layers.0.mlp.experts": each("W4A16_NVFP4")}}),
+        json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers":
+            {"m.layers.0.mlp.up_proj": each("MXFP8"), "m.layers.3.block_sparse_moe.experts.0.w1": each("NVFP4")}}),
+        json!({"quant_method": "fp8", "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "fmt": "e4m3",
+            "weight_block_size": [128, 128]}),
+        json!({"quant_method": "mxfp8", "moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized"}),
+        // RedHat's DeepSeek-V4-Flash-NVFP4-FP8.
+        json!({"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {
+            "group_0": {"format": "float-quantized", "targets": ["re:.*attn.*"], "weights": {"num_bits": 8,
+                "type": "float", "block_structure": [24, 96], "strategy": "block"}},
+            "group_1": {"format": "nvfp4-pack-quantized", "targets": ["re:.*ffn.*"], "weights": {"num_bits": 4,
+                "type": "float", "group_size": 16, "strategy": "tensor_group"}}}}),
+    ] {
+        let config = json!({ "quantization_config": config });
+        assert_eq!(Quantization::parse(&config).unwrap().kept_by(&[K]), Some(Precision::Nvfp4), "{config}");
+        for mut example in [nvfp4(false), nvfp4(true), mxfp8(Dtype::U8)] {
+            example.written.config = config.clone();
+            check(&example);
+        }
+        if config["quantization_config"]["format"] == "mixed-precision" {
+            let mut example = example(Format::Fp8);
+            example.written.config = config;
+            check(&example);
+        }
+    }
 }
 
 #[test]

@@ -23,10 +23,14 @@ pub struct Description {
 }
 
 impl Description {
-    /// Reads both files; either may be missing. Errors: `Error::Io`, `Error::Model` for what is not JSON.
+    /// Reads both files, and how ModelOpt says that weights are quantized; any may be missing.
+    ///
+    /// Errors: `Error::Io`, `Error::Model` for what is not JSON.
     pub fn read(dir: &Path) -> Result<Self> {
         let json = |name: &str| Ok::<_, Error>(read_json(&dir.join(name))?.unwrap_or_default());
-        Ok(Self { dir: dir.into(), config: json("config.json")?, generation: json("generation_config.json")? })
+        let mut config = json("config.json")?;
+        Quantization::join(&mut config, &json(Quantization::OWN_FILE)?);
+        Ok(Self { dir: dir.into(), config, generation: json("generation_config.json")? })
     }
 
     /// What the model is. Errors: `Error::Io` without a `config.json`; `Error::Model` naming the field, or the

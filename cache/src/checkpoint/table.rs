@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::{Checkpoint, Dtype, TensorView};
-use crate::codec::decode_f32;
+use crate::codec::{decode_f32, decode_fp8};
 use crate::{Error, Result};
 
 /// A matrix in some tensors, one below the other. It keeps their files mapped.
@@ -13,10 +13,12 @@ pub struct Table {
     parts: Vec<(usize, String)>, // first row and name of each tensor
     rows: usize,
     cols: usize,
+    scale: f32, // of all tensors, where they are FP8
 }
 
 impl Checkpoint {
-    /// The rows of the tensors `prefix0.weight`, `prefix1.weight` and so on, or of `name` where they are one.
+    /// The rows of the tensors `prefix0.weight`, `prefix1.weight` and so on, or of `name` where they are one. Tensors
+    /// `STEM.shard_0.weight` of FP8 have one scale, `STEM.weight_scale`.
     ///
     /// Errors: `Error::Checkpoint` saying where they should be when there are none; rows of another length than `cols`.
     pub fn table(&self, name: &str, prefix: &str, cols: usize) -> Result<Table> {
@@ -45,6 +47,16 @@ impl Checkpoint {
             }
             tensors.insert(name, shard);
         }
+        let is_fp8 = |(_, name): &(usize, String)| self.get(name).is_some_and(|view| view.dtype == Dtype::F8E4M3);
+        let mut scale = [1.0];
+        if parts.iter().any(is_fp8) {
+            let stem = prefix.rsplit_once('.').map_or(prefix, |(stem, _)| stem);
+            let view = self.tensor(&format!("{stem}.weight_scale"))?;
+            match view.shape.iter().product::<usize>() {
+                1 => decode_f32(&view, &mut scale)?,
+                _ => view.expect_shape(&[1])?,
+            }
+        }
         let checkpoint = Checkpoint {
             dir: self.dir.clone(),
             shards: self.shards.clone(),
@@ -53,7 +65,7 @@ impl Checkpoint {
             quantization: self.quantization.clone(),
             larger_than_memory: self.larger_than_memory,
         };
-        Ok(Table { checkpoint, parts, rows, cols })
+        Ok(Table { checkpoint, parts, rows, cols, scale: scale[0] })
     }
 }
 
@@ -69,12 +81,13 @@ impl Table {
         let part = self.parts.partition_point(|(first, _)| *first <= i) - 1;
         let (first, name) = &self.parts[part];
         let view = self.checkpoint.tensor(name)?;
+        let bytes = view.data.len() / view.shape[0];
+        let data = &view.data[(i - first) * bytes..][..bytes];
         match view.dtype {
             Dtype::BF16 | Dtype::F16 | Dtype::F32 => {
-                let bytes = view.data.len() / view.shape[0];
-                let data = &view.data[(i - first) * bytes..][..bytes];
                 decode_f32(&TensorView { shape: &view.shape[1..], data, ..view }, out)
             }
+            Dtype::F8E4M3 => decode_fp8(data, self.scale, out).map_err(|what| view.error(what)),
             _ => self.checkpoint.source(name, [view.shape[0], self.cols])?.decode(i - first, out),
         }
     }

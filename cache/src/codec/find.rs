@@ -104,7 +104,7 @@ fn quantized<'a>(checkpoint: &'a Checkpoint, stem: &str, shape: [usize; 2]) -> R
 /// The shape of the matrix in a tensor of elements that hold several of its weights; `None`: its own.
 pub(super) fn held_shape(checkpoint: &Checkpoint, view: &TensorView<'_>) -> Option<[usize; 2]> {
     let reader = READERS.iter().find(|reader| (reader.dtype)(view.dtype))?;
-    (reader.shape)(checkpoint.quantization().config(), view)
+    (reader.shape)(checkpoint, view)
 }
 
 /// A whole matrix `[n, k]`, or number `part` of stacked ones, by the type of its elements.

@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use super::{Found, Stored};
 use crate::Result;
-use crate::checkpoint::{Dtype, GgmlType, TensorView};
+use crate::checkpoint::{Checkpoint, Dtype, GgmlType, TensorView};
 use crate::pack::Precision;
 
 /// What reads the matrices of a format. A field that says nothing of a format is as in [`Reader::NONE`].
@@ -35,7 +35,7 @@ pub(super) struct Reader {
     /// What ends the names of tensors that hold the weights of all experts; empty: nothing.
     pub(super) stack: &'static str,
     /// Shape `[n, k]` of the matrix, or of each of a stack, that such a tensor holds; `None`: its own, or it has none.
-    pub(super) shape: fn(&Value, &TensorView<'_>) -> Option<[usize; 2]>,
+    pub(super) shape: fn(&Checkpoint, &TensorView<'_>) -> Option<[usize; 2]>,
     /// Reads a matrix that was found by its element type, its tensor or its stack.
     pub(super) read: for<'a> fn(Stored<'a>) -> Result<Found<'a>>,
 }

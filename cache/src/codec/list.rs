@@ -35,7 +35,7 @@ impl Checkpoint {
         let mut own = READERS.iter().filter(|reader| reader.tensor == part);
         // Of several the last, where the config does not say which: it needs no config.
         let reader = own.clone().find(|reader| quantization.is_read_by(reader)).or_else(|| own.next_back())?;
-        let [n, most] = (reader.shape)(quantization.config(), view)?;
+        let [n, most] = (reader.shape)(self, view)?;
         // The last word of a row may not be full.
         let shape = self.get(&format!("{stem}.weight_shape")).filter(|shape| shape.shape == [2]);
         let k = shape.and_then(|s| {
@@ -53,9 +53,13 @@ impl Checkpoint {
         let own = READERS.iter().filter(|reader| !reader.stack.is_empty());
         let own = own.filter_map(|reader| {
             let part = part.strip_suffix(reader.stack).filter(|part| ["gate_up_proj", "down_proj"].contains(part))?;
-            Some((part, (reader.shape)(self.quantization().config(), view)?))
+            Some((part, (reader.shape)(self, view)?))
         });
-        let plain = || if let &[_, n, k] = view.shape { Some((part, [n, k])) } else { None };
+        let plain = || {
+            let &[experts, n, k] = view.shape else { return None };
+            let held = (experts > 0).then(|| held_shape(self, &view.part(0))).flatten();
+            Some((part, held.unwrap_or([n, k])))
+        };
         let Some((part, [n, k])) = own.into_iter().next().or_else(plain) else { return Vec::new() };
         let of = |part: &str, n: usize| (format!("{head}.experts.0.{part}.weight"), [n, k]);
         match part {

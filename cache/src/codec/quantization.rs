@@ -40,12 +40,30 @@ impl Quantization {
         let checkpoint = |what: String| Error::Checkpoint { path: path.clone(), what };
         match crate::file::read(&path) {
             Ok(bytes) => {
-                let config = serde_json::from_slice(&bytes)
-                    .map_err(|e| checkpoint(format!("not valid JSON ({e}): download it again")))?;
+                let json = |bytes: &[u8]| {
+                    serde_json::from_slice(bytes)
+                        .map_err(|e| checkpoint(format!("not valid JSON ({e}): download it again")))
+                };
+                let mut config = json(&bytes)?;
+                if let Ok(own) = crate::file::read(&dir.join(Self::OWN_FILE)) {
+                    Self::join(&mut config, &json(&own)?);
+                }
                 Self::parse(&config).map_err(checkpoint)
             }
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Self::NONE),
             Err(e) => Err(Error::io(&path)(e)),
+        }
+    }
+
+    /// Where ModelOpt says what `config.json` does not: of NVIDIA's Nemotron 3 and DeepSeek-V3.1 it does not.
+    pub const OWN_FILE: &str = "hf_quant_config.json";
+
+    /// Adds to a `config` that says nothing of it what that file says.
+    pub fn join(config: &mut Value, own: &Value) {
+        let own = own.get("quantization").unwrap_or(own);
+        if given(config).is_none() && own["quant_algo"].is_string() && config.is_object() {
+            config["quantization_config"] = own.clone();
+            config["quantization_config"]["quant_method"] = "modelopt".into();
         }
     }
 
@@ -59,9 +77,10 @@ impl Quantization {
     ///
     /// Errors: one clause that names the method, or the variant of one, that is not supported.
     pub fn parse(config: &Value) -> std::result::Result<Self, String> {
-        let given = |config: &Value| Some(config.get("quantization_config")?.clone()).filter(|q| !q.is_null());
-        let Some(mut q) = given(config).or_else(|| given(config.get("text_config")?)) else { return Ok(Self::NONE) };
-        let method = q["quant_method"].as_str().unwrap_or("unknown");
+        let Some(mut q) = given(config).cloned() else { return Ok(Self::NONE) };
+        // ModelOpt does not always say that it is the method.
+        let by = if q["producer"]["name"] == "modelopt" { "modelopt" } else { "unknown" };
+        let method = q["quant_method"].as_str().unwrap_or(by);
         let Some(reader) = READERS.iter().find(|reader| reader.methods.contains(&method)) else {
             return refused(format!("`{method}`"));
         };
@@ -72,6 +91,12 @@ impl Quantization {
         }
         Ok(Self { reader: Some(reader), config: q })
     }
+}
+
+/// The `quantization_config` of a whole config, or of its `text_config`.
+fn given(config: &Value) -> Option<&Value> {
+    let both = [Some(config), config.get("text_config")];
+    both.into_iter().flatten().find_map(|config| config.get("quantization_config").filter(|q| !q.is_null()))
 }
 
 /// What is not supported.
@@ -143,6 +168,19 @@ mod tests {
             version.as_object().unwrap().iter().for_each(|(name, value)| q[name] = value.clone());
             assert_eq!(by(q), Ok(Some(Precision::int4(64).with_scales(ScaleType::F16))));
         }
+        // By its older versions ModelOpt is named in a file of its own, or not as the method.
+        let mut older = json!({"model_type": "nemotron_h"});
+        Quantization::join(&mut older, &Value::Null);
+        assert_eq!(kept(older.clone()), Ok(None));
+        Quantization::join(
+            &mut older,
+            &json!({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}),
+        );
+        assert_eq!(kept(older.clone()), Ok(Some(Precision::Nvfp4)));
+        Quantization::join(&mut older, &json!({"quantization": {"quant_algo": "MXFP8"}}));
+        assert_eq!(kept(older), Ok(Some(Precision::Nvfp4)), "which said it already");
+        let unnamed = json!({"quant_algo": "MXFP8", "producer": {"name": "modelopt", "version": "0.31.0"}});
+        assert_eq!(by(unnamed), Ok(Some(Precision::fp8(32))));
         for (q, name) in [
             (json!({"quant_method": "bitsandbytes"}), "`bitsandbytes`"),
             (json!({}), "`unknown`"),
@@ -156,6 +194,16 @@ mod tests {
                 "marlin-24",
             ),
             (json!({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}), "`W4A8_AWQ`"),
+            (
+                json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+                    "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A8_AWQ"}}}),
+                "`W4A8_AWQ`",
+            ),
+            (
+                json!({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}},
+                    "transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}}),
+                "transforms of activations",
+            ),
             (json!({"quant_method": "compressed-tensors"}), "without a group"),
         ] {
             let error = parse(q).unwrap_err();

@@ -17,37 +17,37 @@ use crate::pack::Precision;
 
 pub(super) const READER: Reader = Reader {
     methods: &["compressed-tensors"],
-    check: |q| Config::parse(q).map(|_| ()),
+    check: |q| Group::all(q).map(|_| ()),
     kept_by,
     tensor: "weight_packed",
-    shape: |q, packed| match *packed.shape {
+    shape: |checkpoint, packed| match *packed.shape {
         [n, pairs] if packed.dtype == Dtype::U8 => Some([n, pairs.saturating_mul(2)]),
-        [n, words] => Some([n, words * 32 / Config::parse(q).map_or(4, |config| config.bits)]),
+        [n, words] => Some([n, words * 32 / Group::smallest(checkpoint.quantization().config()).map_or(4, |g| g.bits)]),
         _ => None,
     },
     read: packed,
     ..Reader::NONE
 };
 
-/// What a config says of all groups of layers.
-#[derive(PartialEq)]
-struct Config {
+/// What a config says of a group of layers.
+struct Group {
     bits: usize,
     float: bool,
     symmetric: bool,
-    group: Option<usize>,
-    block: [usize; 2], // of FP8
+    size: Option<usize>, // inputs that share a scale
+    block: [usize; 2],   // of FP8
 }
 
-impl Config {
-    fn parse(q: &Value) -> std::result::Result<Self, String> {
+impl Group {
+    /// Each of them, of which the tensors say what is in which.
+    fn all(q: &Value) -> std::result::Result<Vec<Self>, String> {
         let refuse = |what: String| {
             Err(format!(
                 "the checkpoint is quantized with compressed-tensors, {what}, which is not supported: use another one \
                  of this model"
             ))
         };
-        let mut found = None;
+        let mut all = Vec::new();
         for group in q["config_groups"].as_object().into_iter().flat_map(|groups| groups.values()) {
             let weights = &group["weights"];
             let format = group["format"].as_str().or(q["format"].as_str()).unwrap_or("pack-quantized");
@@ -58,39 +58,46 @@ impl Config {
                 ("nvfp4-pack-quantized" | "mxfp4-pack-quantized", "float", 4) => {}
                 _ => return refuse(format!("`{format}` of type {kind} and {bits} bits")),
             }
-            let this = Self {
+            all.push(Self {
                 bits: bits as usize,
                 float: kind == "float",
                 symmetric: weights["symmetric"].as_bool().unwrap_or(true) || kind == "float",
-                group: group_size(weights),
+                size: group_size(weights),
                 block: block(&weights["block_structure"])?,
-            };
-            if found.as_ref().is_some_and(|found| *found != this) {
-                return refuse("different for groups of layers".into());
-            }
-            found = Some(this);
+            });
         }
+        // Those of weights are done; others would be ours to do.
+        let transforms = q["transform_config"]["config_groups"].as_object().into_iter().flat_map(|all| all.values());
+        let mut places = transforms.flat_map(|transform| transform["apply"].as_array().into_iter().flatten());
+        let place = |apply: &Value| apply["location"].as_str().is_some_and(|place| !place.starts_with("weight"));
         match q["sparsity_config"]["format"].as_str() {
-            None | Some("dense") => found.map_or_else(|| refuse("without a group of layers".into()), Ok),
+            None | Some("dense") if all.is_empty() => refuse("without a group of layers".into()),
+            None | Some("dense") if places.any(place) => refuse("with transforms of activations".into()),
+            None | Some("dense") => Ok(all),
             Some(format) => refuse(format!("sparse as `{format}`")),
         }
+    }
+
+    /// The one of the fewest bits, which most weights have.
+    fn smallest(q: &Value) -> Option<Self> {
+        Self::all(q).ok()?.into_iter().min_by_key(|group| group.bits)
     }
 }
 
 /// Rows and inputs that share a scale in FP8.
 pub(super) fn fp8_block(q: &Value) -> Option<[usize; 2]> {
-    Config::parse(q).ok().map(|config| config.block)
+    Group::all(q).ok()?.into_iter().find(|group| group.float && group.bits == 8).map(|group| group.block)
 }
 
 fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
-    let config = Config::parse(q).ok()?;
-    match (config.bits, config.symmetric) {
-        (4, _) if config.float => Some(if config.group == Some(16) { Precision::Nvfp4 } else { Precision::Mxfp4 }),
-        _ if config.float => fp8::kept(config.block, false, inputs),
+    let group = Group::smallest(q)?;
+    match (group.bits, group.symmetric) {
+        (4, _) if group.float => Some(if group.size == Some(16) { Precision::Nvfp4 } else { Precision::Mxfp4 }),
+        _ if group.float => fp8::kept(group.block, false, inputs),
         (8, false) => Some(Precision::int8(32)), // no codes of 8 bits are left of these: they are rounded
-        (4, true) => largest(config.group, inputs).map(Precision::int4),
-        (4, false) => largest(config.group, inputs).map(Precision::uint4),
-        _ => largest(config.group, inputs).map(Precision::int8),
+        (4, true) => largest(group.size, inputs).map(Precision::int4),
+        (4, false) => largest(group.size, inputs).map(Precision::uint4),
+        _ => largest(group.size, inputs).map(Precision::int8),
     }
 }
 
@@ -158,7 +165,9 @@ fn integers<'a>(stored: &Stored<'a>, codes: CodesOf<'a>, scales: TensorView<'a>,
             }
         });
         parts.push(view);
-    } else if Config::parse(stored.checkpoint.quantization().config()).is_ok_and(|config| !config.symmetric) {
+    } else if Group::all(stored.checkpoint.quantization().config())
+        .is_ok_and(|all| all.iter().all(|group| !group.symmetric))
+    {
         return Err(parts[0].error(
             "has no weight_zero_point, although config.json says that it is not symmetric: the download is incomplete",
         ));

@@ -20,6 +20,10 @@ pub(super) const READER: Reader = Reader {
         other => refused(format!("fp8 of the kind `{other}`")),
     },
     kept_by: |q, inputs| {
+        // The experts of MiniMax-M3.1 and of DeepSeek-V4 by NVIDIA.
+        if q["moe_quant_algo"].as_str() == Some("NVFP4") {
+            return Some(Precision::Nvfp4);
+        }
         // The experts of DeepSeek-V4, MiMo-V2.6 and Ling 3, each in the words of its config.
         let experts = ["expert_dtype", "store_dtype", "routed_experts_quant_method"].map(|name| q[name].as_str());
         if experts.iter().any(|experts| matches!(experts, Some("fp4" | "mxfp4"))) {
@@ -67,16 +71,23 @@ fn read(stored: Stored<'_>) -> Result<Found<'_>> {
     let Some(scales) = names.iter().find_map(|name| checkpoint.get(name)).or_else(|| stored.beside("scale")) else {
         return Err(view.error(format!("is FP8 and {} is missing: the download is incomplete", names[0])));
     };
-    let scales = match part.filter(|_| scales.shape.len() > 2) {
-        Some(i) if i < scales.shape[0] => scales.part(i),
-        Some(i) => return Err(scales.error(format!("has no scales of expert {i}: the download is incomplete"))),
-        None => scales,
+    // Of a stack a list has one for each expert, as Mistral Small 4 has it.
+    let scales = match (part, scales.shape) {
+        (Some(i), [experts] | [experts, _, _, ..]) if i < *experts => scales.part(i),
+        (Some(i), [_] | [_, _, _, ..]) => {
+            return Err(scales.error(format!("has no scales of expert {i}: the download is incomplete")));
+        }
+        _ => scales,
     };
     let q = checkpoint.quantization().config();
     let block = compressed_tensors::fp8_block(q).or(block(&q["weight_block_size"]).ok()).unwrap_or(BLOCK);
     let (block, words) = match (scales.shape, scales.shape.iter().product::<usize>()) {
         (_, 1) => ([n, k], ", one scale".to_string()),
         ([rows] | [rows, 1], _) if *rows == n => ([1, k], ", a scale for each row".to_string()),
+        // MXFP8 beside other formats, of which the config says no block.
+        (&[rows, runs], _) if rows == n && k.is_multiple_of(runs) => {
+            ([1, k / runs], format!(", blocks of 1 x {}", k / runs))
+        }
         _ => (block, format!(", blocks of {} x {}", block[0], block[1])),
     };
     let tensors = vec![view, scales];

@@ -26,8 +26,8 @@ pub(super) const READER: Reader = Reader {
     },
     kept_by,
     tensor: "qweight",
-    shape: |q, codes| match codes.shape {
-        &[words, n] => Some([n, words.saturating_mul(32) / bits(q)]),
+    shape: |checkpoint, codes| match codes.shape {
+        &[words, n] => Some([n, words.saturating_mul(32) / bits(checkpoint.quantization().config())]),
         _ => None,
     },
     read,
