@@ -311,6 +311,9 @@ fn language_models_of_checkpoints_with_vision() {
     check_nested("qwen3_moe", "qwen3_vl_moe", body);
     check_nested("qwen3_dense", "qwen3_vl", body);
     check_nested("glm4_moe", "glm4v_moe", body);
+    // Its plain and FP8 files, and its NVFP4 files.
+    check_nested("step3p5", "step3p7", str::to_string);
+    check_nested("step3p5", "step3p7", body);
     check_nested("mistral4", "mistral3", |name| match name {
         "__metadata__" => name.into(),
         _ => format!("language_model.{name}"),

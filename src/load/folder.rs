@@ -47,7 +47,7 @@ impl Description {
     pub fn kept(&self, model: &ModelConfig) -> Result<Kept> {
         let quantization = self.quantization()?;
         match Checkpoint::open_as(&self.dir, quantization.clone(), &families::gguf_names()) {
-            Ok(checkpoint) => Ok(Kept::of(model, &checkpoint)),
+            Ok(checkpoint) => Ok(Kept::of(&families::named(model.clone(), &checkpoint), &checkpoint)),
             Err(_) => Ok(Kept::announced(model, &quantization)),
         }
     }
@@ -75,7 +75,7 @@ impl ModelFolder {
     pub fn open(name: &str, description: Description) -> Result<Self> {
         let model = description.model()?;
         let checkpoint = Checkpoint::open_as(&description.dir, description.quantization()?, &families::gguf_names())?;
-        Ok(Self { name: name.into(), description, model, checkpoint })
+        Ok(Self { name: name.into(), description, model: families::named(model, &checkpoint), checkpoint })
     }
 
     /// The model as it is to run. Errors: as [`Spec::new`].

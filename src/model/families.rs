@@ -29,6 +29,7 @@ mod qwen_moe;
 pub mod shapes;
 mod step3p5;
 
+use moebius_cache::Checkpoint;
 use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::Value;
 
@@ -236,6 +237,21 @@ fn nested(f: &Fields<'_>, body: &'static str, reader: Reader) -> Result<ModelCon
         names: Names { body, ..model.names },
         ..model
     })
+}
+
+/// A model whose tensors begin as they do in a checkpoint of it: who wrote it decides, as of Step-3.7, whose plain and
+/// FP8 files have `model.` and whose NVFP4 files have `model.language_model.`.
+pub fn named(model: ModelConfig, checkpoint: &Checkpoint) -> ModelConfig {
+    const BODIES: [&str; 3] = ["model.", "model.language_model.", "language_model.model."];
+    const HEADS: [&str; 2] = ["lm_head", "language_model.lm_head"];
+    let Names { body, embedding, head, .. } = model.names;
+    let find = |own: &'static str, others: &[&'static str], name: &dyn Fn(&str) -> String| {
+        let mut all = std::iter::once(own).chain(others.iter().copied());
+        all.find(|other| checkpoint.has(&name(other))).unwrap_or(own)
+    };
+    let body = find(body, &BODIES, &|body| format!("{body}{embedding}.weight"));
+    let head = find(head, &HEADS, &|head| format!("{head}.weight"));
+    ModelConfig { names: Names { body, head, ..model.names }, ..model }
 }
 
 /// A model of these layers; what families differ in besides is as in most of them.

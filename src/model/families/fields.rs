@@ -174,10 +174,15 @@ impl<'a> Fields<'a> {
 
     /// Epsilon of the norms.
     pub(super) fn norm_eps(&self) -> Result<f32> {
+        self.norm_eps_or(1e-6)
+    }
+
+    /// The same; `default`: where the config does not say.
+    pub(super) fn norm_eps_or(&self, default: f64) -> Result<f32> {
         const NAMES: [&str; 5] =
             ["rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon", "layer_norm_eps", "norm_eps"];
         let name = NAMES.into_iter().find(|name| self.get(name).is_some()).unwrap_or(NAMES[0]);
-        match self.f64_or(name, 1e-6)? {
+        match self.f64_or(name, default)? {
             eps if (0.0..1.0).contains(&eps) => Ok(eps as f32),
             _ => Err(wrong(name, "a number from 0 to 1")),
         }

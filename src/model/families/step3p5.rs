@@ -39,7 +39,7 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
         let (heads, kind) = if kinds[layer] { (sliding, "sliding_attention") } else { (full, "full_attention") };
         let dim = part(heads[2], factors[layer])?;
         let scaling = match stretched.as_ref().is_none_or(|kinds| kinds.contains(&kind)) {
-            true => f.rope_scaling(f.object("rope_scaling")?, dim)?.0,
+            true => f.rope_scaling(f.object("rope_scaling")?.or(f.object("rope_parameters")?), dim)?.0,
             false => RopeScaling::None,
         };
         let rope = checked(Rope { dim, theta: thetas[layer], interleaved: false, scaling })?;
@@ -81,12 +81,14 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let layers = super::layers(f, |layer| Attention::Gqa(attentions[layer].clone()), ffn)?;
     // In GGUF files the one is part of the weights.
     let norm_offset = f.f64_or("norm_offset", 1.0)? as f32;
-    Ok(ModelConfig { norm_offset, names, ..super::model(f, layers)? })
+    // Step-3.7's config leaves it out.
+    let norm_eps = f.norm_eps_or(1e-5)?;
+    Ok(ModelConfig { norm_eps, norm_offset, names, ..super::model(f, layers)? })
 }
 
-/// `step3p7`: the language model is nested.
+/// `step3p7`: the language model is nested, its tensor names are not.
 pub(super) fn nested(f: &Fields<'_>) -> Result<ModelConfig> {
-    super::nested(f, "model.language_model.", config)
+    super::nested(f, "model.", config)
 }
 
 /// In GGUF files.
