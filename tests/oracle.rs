@@ -103,9 +103,9 @@ fn check_routing(name: &str, fixture: &Fixture, router: &std::collections::HashM
             have.sort_by_key(|p| p.0);
             for (h, w) in have.iter().zip(&want) {
                 let weight = match name {
-                    "cohere2_moe" => 0.5 * w.1,      // the average with the shared expert is in it
-                    "granitemoehybrid" => 0.6 * w.1, // as is what results are multiplied with
-                    "llama4" => 1.0,                 // the reference's multiplies the expert's input
+                    "cohere2_moe" | "cohere2_vision" => 0.5 * w.1, // the average with the shared expert is in it
+                    "granitemoehybrid" => 0.6 * w.1,               // as is what results are multiplied with
+                    "llama4" => 1.0,                               // the reference's multiplies the expert's input
                     _ => w.1,
                 };
                 assert!(
@@ -311,6 +311,7 @@ fn language_models_of_checkpoints_with_vision() {
     check_nested("qwen3_moe", "qwen3_vl_moe", body);
     check_nested("qwen3_dense", "qwen3_vl", body);
     check_nested("glm4_moe", "glm4v_moe", body);
+    check_nested("cohere2_moe", "cohere2_vision", body);
     // Its plain and FP8 files, and its NVFP4 files.
     check_nested("step3p5", "step3p7", str::to_string);
     check_nested("step3p5", "step3p7", body);
@@ -495,17 +496,58 @@ fn which_layers_are_what() {
     assert_eq!(activations, [Activation::Silu, bounded, Activation::Silu]);
 }
 
-/// What published configs of Ling 3 say beside what matters: of these the rotated width is the head's own.
+/// What published configs say beside what matters.
 #[test]
-fn words_of_ling_that_change_nothing() {
-    let text = std::fs::read_to_string(common::fixture_dir("bailing_hybrid").join("config.json")).unwrap();
-    let mut config: Value = serde_json::from_str(&text).unwrap();
-    let plain = families::parse(&config.to_string()).unwrap();
-    let more = json!({"expert_swiglu_limit_list": null, "share_expert_swiglu_limit_list": null,
-        "partial_rotary_factor": 0.5, "rotary_dim": 16, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-        "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 6_000_000, "rope_type": "default"},
-        "rope_interleave": true, "num_kv_heads_for_linear_attn": 0, "linear_silu": true, "group_norm_size": 1,
-        "use_qk_norm": true, "use_nGPT": false, "value_norm": false, "up_proj_norm": false, "router_dtype": "fp32"});
-    config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    assert_eq!(families::parse(&config.to_string()).unwrap(), plain);
+fn words_that_change_nothing() {
+    for (fixture, more) in [
+        // Of these the rotated width is the head's own.
+        (
+            "bailing_hybrid",
+            json!({"expert_swiglu_limit_list": null, "share_expert_swiglu_limit_list": null,
+                "partial_rotary_factor": 0.5, "rotary_dim": 16, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+                "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 6_000_000, "rope_type": "default"},
+                "rope_interleave": true, "num_kv_heads_for_linear_attn": 0, "linear_silu": true, "group_norm_size": 1,
+                "use_qk_norm": true, "use_nGPT": false, "value_norm": false, "up_proj_norm": false,
+                "router_dtype": "fp32"}),
+        ),
+        // Of Qwen3.6-27B and Qwen3.8.
+        ("qwen3_5_dense", json!({"output_gate_type": "swish", "attn_output_gate": true, "mamba_ssm_dtype": "float32"})),
+        // Of North-Mini-Code.
+        (
+            "cohere2_moe",
+            json!({"tie_word_embeddings": null, "use_parallel_block": true, "use_qk_norm": false,
+                "prefix_dense_sliding_window_pattern": 1, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0}),
+        ),
+        // Of GLM-5.3-Flash.
+        (
+            "glm5_next",
+            json!({"head_dim": 0, "qk_head_dim": 32, "indexer_rope_interleave": true, "mhc": true, "mla_use_nope": true,
+                "index_kpool_compress": true, "index_share_for_mtp_iteration": true}),
+        ),
+        // Of Nemotron 3 Ultra, which has a list of layers in the place of their number.
+        (
+            "nemotron_h_latent",
+            json!({"num_hidden_layers": null, "hybrid_override_pattern": null, "layers_block_type":
+                ["mamba", "moe", "mamba", "attention", "moe", "mamba", "moe"], "mtp_layers_block_type":
+                ["attention", "moe"]}),
+        ),
+        // Of Step-3.7: one more entry for each layer that drafts, and what its own code has where nothing is said.
+        (
+            "step3p5",
+            json!({"rms_norm_eps": null, "use_rope_layers": [], "zero_centered": true, "sink": false,
+                "rope_theta": [5000000.0, 10000.0, 10000.0, 5000000.0, 10000.0], "swiglu_limits": [0, 0, 1.2, 0, 0],
+                "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0], "swiglu_limits_shared": [0, 0, 0, 1.5, 0],
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention",
+                    "sliding_attention"]}),
+        ),
+        ("qwen3_5_moe", json!({"output_gate_type": "swish", "attn_output_gate": true, "output_router_logits": false})),
+    ] {
+        let text = std::fs::read_to_string(common::fixture_dir(fixture).join("config.json")).unwrap();
+        let mut config: Value = serde_json::from_str(&text).unwrap();
+        let plain = families::parse(&config.to_string()).unwrap();
+        let nested = config.get("text_config").is_some();
+        let text = if nested { &mut config["text_config"] } else { &mut config };
+        text.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        assert_eq!(families::parse(&config.to_string()).unwrap(), plain, "{fixture}");
+    }
 }

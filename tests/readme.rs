@@ -17,13 +17,14 @@ use moebius::model::ModelConfig;
 use moebius::model::families::{self, ARCHITECTURES, Architecture, GGUF};
 
 /// Architectures that are another's under a new name, and have no checkpoint in the tests: that one.
-const ALIASES: [(&str, &str); 6] = [
+const ALIASES: [(&str, &str); 7] = [
     ("qwen3_vl_moe", "qwen3_moe"),
     ("glm4v_moe", "glm4_moe"),
     ("qwen3_vl", "qwen3"),
     ("mistral3", "mistral4"),
     ("step3p7", "step3p5"),
     ("mimo_v2", "mimo_v2_flash"),
+    ("cohere2_vision", "cohere2_moe"),
 ];
 
 /// A config of this architecture: of a named shape, of a checkpoint in the tests, or of a small model.

@@ -17,6 +17,8 @@ use crate::{Error, Result};
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
     f.expect("attention_bias", false.into())?;
+    f.expect("use_qk_norm", false.into())?;
+    f.expect("use_parallel_block", true.into())?;
     let (rope, _) = f.rope_and_mscale(f.head_dim()?, true, 10_000.0)?;
     let window = Window::Sliding(f.dim_or("sliding_window", 4096)?);
     let sliding = Gqa { window: Some(window), ..f.gqa(rope)? };
@@ -76,6 +78,17 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
         tied_embeddings: f.bool_or("tie_word_embeddings", true)?,
         ..model
     })
+}
+
+/// `cohere2_vision`, which may hold another model: the language model is nested, and so are its tensor names.
+pub(super) fn vision(f: &Fields<'_>) -> Result<ModelConfig> {
+    let text = f.object("text_config")?.map_or(Ok("cohere2"), |text| text.str_or("model_type", "cohere2"))?;
+    if text != "cohere2_moe" {
+        return Err(Error::Model(format!(
+            "text_config is `{text}`, which is not supported in cohere2_vision; cohere2_moe is"
+        )));
+    }
+    super::nested(f, "model.language_model.", config)
 }
 
 /// In GGUF files. The shared experts' part is half: the converter takes no other.

@@ -59,11 +59,10 @@ pub(super) fn text(f: &Fields<'_>) -> Result<ModelConfig> {
     {
         return Err(Error::Model("field `indexer_types` names layers that share a choice; full ones are known".into()));
     }
-    // The published config says deepseek_sparse_attention, HF's own full_attention.
-    let full = match f.texts("layer_types")? {
-        Some(kinds) if kinds.contains(&"full_attention") => "full_attention",
-        _ => "deepseek_sparse_attention",
-    };
+    // The published config says deepseek_sparse_attention, HF's own indexed_attention, before that full_attention.
+    let kinds = f.texts("layer_types")?.unwrap_or_default();
+    let words = ["full_attention", "indexed_attention"].into_iter().find(|word| kinds.contains(word));
+    let full = words.unwrap_or("deepseek_sparse_attention");
     let kinds = f.layer_kinds("layer_types", [full, "linear_attention"])?;
     let is_full = |layer: usize| kinds.as_ref().map_or(layer % 4 == 3, |kinds| kinds[layer]);
     let attention = |layer| if is_full(layer) { Attention::Mla(mla.clone()) } else { Attention::Kda(kda.clone()) };

@@ -54,6 +54,10 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let full = kind("", "add_full_attention_sink_bias", false, None)?;
     let sliding = kind("swa_", "add_swa_attention_sink_bias", true, Some(window))?;
     let pattern = f.each_layer("hybrid_layer_pattern")?;
+    if pattern.is_none() {
+        // transformers saves what it read in words that leave the windowed layers' heads out.
+        f.refuse("layer_types")?;
+    }
     let slides = |layer: usize| match &pattern {
         Some(pattern) => pattern[layer] != 0.0,
         None => layer > 0 && (layer + 1) % 6 != 0,

@@ -16,6 +16,7 @@ use crate::{Error, Result};
 
 /// Inputs of a convolution, at most: what a sequence keeps grows with it.
 const MAX_CONV_WIDTH: usize = 64;
+const MAX_LAYERS: usize = 1 << 12;
 
 /// What a layer is.
 #[derive(Clone, Copy, PartialEq)]
@@ -106,7 +107,8 @@ pub(super) fn mamba(f: &Fields<'_>, [heads, dim, state, groups, conv]: [&str; 5]
 
 /// What the layers are: a letter for each, or a list of words.
 fn blocks(f: &Fields<'_>) -> Result<Vec<Block>> {
-    let count = f.num_layers()?;
+    // Nemotron 3 Ultra's config has the list alone.
+    let count = if f.has("num_hidden_layers") { Some(f.num_layers()?) } else { None };
     let (name, blocks): (_, Option<Vec<Block>>) = match f.texts("layers_block_type")? {
         Some(words) => {
             let block = |word: &str| match word {
@@ -130,8 +132,11 @@ fn blocks(f: &Fields<'_>) -> Result<Vec<Block>> {
         }
         None => return Err(missing("hybrid_override_pattern")),
     };
-    blocks.filter(|blocks| blocks.len() == count).ok_or_else(|| {
-        Error::Model(format!("`{name}` does not say Mamba, attention, experts or MLP for each of {count} layers"))
+    let fits =
+        |blocks: &Vec<Block>| (1..=MAX_LAYERS).contains(&blocks.len()) && count.is_none_or(|n| n == blocks.len());
+    blocks.filter(fits).ok_or_else(|| {
+        let layers = count.map_or("each layer".into(), |count| format!("each of {count} layers"));
+        Error::Model(format!("`{name}` does not say Mamba, attention, experts or MLP for {layers}"))
     })
 }
 

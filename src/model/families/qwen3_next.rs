@@ -50,6 +50,7 @@ pub(super) fn moe(f: &Fields<'_>, normalize: bool) -> Result<Moe> {
 pub(super) fn config(f: &Fields<'_>, ffn: impl Fn(usize) -> Result<Ffn>) -> Result<ModelConfig> {
     f.expect_silu()?;
     f.expect("use_sliding_window", false.into())?;
+    f.expect("attn_output_gate", true.into())?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
     let rope = f.rope(f.rotary_dim(0.25)?, 10_000_000.0)?;
     let full = Gqa { bias, qk_norm: QkNorm::PerHead, output_gate: Some(OutputGate::InQuery), ..f.gqa(rope)? };
@@ -59,9 +60,9 @@ pub(super) fn config(f: &Fields<'_>, ffn: impl Fn(usize) -> Result<Ffn>) -> Resu
         key_head_dim: f.heads("linear_key_head_dim")?,
         value_head_dim: f.heads("linear_value_head_dim")?,
         conv_width: f.dim_or("linear_conv_kernel_dim", 4)?,
-        // GGUF files of Qwen3.5 say so.
+        // Published configs of Qwen3.6 and 3.8 say swish, which is another name of SiLU.
         gate: match f.str_or("output_gate_type", "silu")? {
-            "silu" => DeltaGate::Silu,
+            "silu" | "swish" => DeltaGate::Silu,
             "sigmoid" => DeltaGate::Sigmoid,
             other => {
                 return Err(Error::Model(format!(
