@@ -150,7 +150,12 @@ fn placed(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place) -> GpuExperts
         Place::Everywhere => (2, 4),
         Place::VramAndCpu => (3, 0),
     };
-    let sizes = Sizes { tokens: MAX_TOKENS, cpu_tokens: MAX_TOKENS, top_k: TOP_K, resident, ring, share: Share::WHOLE };
+    let share = Share::WHOLE;
+    share_of(b, store, place, Sizes { tokens: MAX_TOKENS, cpu_tokens: MAX_TOKENS, top_k: TOP_K, resident, ring, share })
+}
+
+/// What a rank has of them.
+fn share_of(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place, sizes: Sizes) -> GpuExperts {
     let cpu_bytes = if place == Place::Streamed { 1.0 } else { 1e9 };
     let costs = CostModel { cpu_bytes, cpu_products: 1e18, pcie_bytes: 1e9 };
     let heap = moebius::machine::heap::Heap::default();
@@ -302,6 +307,32 @@ fn experts_without_a_gate() {
         if intermediate % 32 == 0 {
             let store = store_of(ExpertKind::Ungated, hidden, intermediate, precision.clone());
             check_store(&store, &precision, &[5, 50, 300]);
+        }
+    }
+}
+
+#[test]
+fn parts_of_the_width_add_up_to_all_of_it() {
+    need_gpu!();
+    let b = &Sides::new().gpu;
+    // Parts of other widths: one and two units of three.
+    for (precision, hidden, width) in [
+        (Precision::Q4K, 256, 768),
+        (Precision::Nvfp4, 96, 96),
+        (Precision::Fp8 { group_size: 32, scales: ScaleType::F32 }, 96, 96),
+    ] {
+        let store = store(hidden, width, precision);
+        let part = |rank| {
+            let share = Share { rank, of: 2 };
+            let sizes = Sizes { tokens: 16, cpu_tokens: 8, top_k: TOP_K, resident: EXPERTS, ring: 0, share };
+            share_of(b, &store, Place::Vram, sizes)
+        };
+        let mut parts = [part(0), part(1)];
+        for tokens in [3, 12] {
+            let (x, routing) = (random(tokens * hidden, 90), routing(tokens, 91));
+            let [first, second] = parts.each_mut().map(|part| run(b, part, 1, &x, &routing, 0.0));
+            let sum: Vec<f32> = first.iter().zip(&second).map(|(a, b)| a + b).collect();
+            check(&format!("{precision}, {tokens} tokens"), &sum, &naive(&store, 1, &x, &routing), ROUNDED);
         }
     }
 }

@@ -27,7 +27,7 @@ struct Biases {
 pub(super) struct RowBias {
     pub(super) values: Vec<f32>, // [experts, rows]; none where memory is only counted
     pub(super) len: usize,       // experts * rows
-    rows: usize,
+    pub(super) rows: usize,
 }
 
 impl Default for Epilogue {
@@ -116,6 +116,17 @@ impl Epilogue {
 }
 
 impl RowBias {
+    #[cfg(feature = "cuda")]
+    pub(super) fn experts(&self) -> usize {
+        self.len / self.rows
+    }
+
+    /// Of some rows of every expert.
+    #[cfg(feature = "cuda")]
+    pub(super) fn of_rows(&self, rows: Range<usize>) -> Vec<f32> {
+        self.values.chunks_exact(self.rows).flat_map(|expert| &expert[rows.clone()]).copied().collect()
+    }
+
     fn add(&self, expert: usize, rows: &Range<usize>, width: usize, values: &mut [f32]) {
         let bias = &self.values[expert * self.rows..][rows.clone()];
         for token in values.chunks_exact_mut(width) {

@@ -39,6 +39,7 @@ pub mod prompts;
 mod residents;
 mod ring;
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -55,6 +56,7 @@ use crate::cuda::{Address, Cuda, Registered};
 use crate::machine::heap::Heap;
 use crate::model::Share;
 use admissions::{Admissions, Limit};
+use epilogue::DeviceEpilogue;
 use handoff::Handoff;
 use learning::Learning;
 use parts::Parts;
@@ -142,8 +144,16 @@ struct Buffers {
 }
 
 impl Buffers {
-    fn new(cuda: &Arc<Cuda>, heap: &Heap, shape: &ExpertShape, epilogue: &Epilogue, sizes: &Sizes) -> Result<Self> {
+    /// For experts of a rank's run of their width, and their shape.
+    fn new(
+        cuda: &Arc<Cuda>,
+        heap: &Heap,
+        (shape, width): (&ExpertShape, &Range<usize>),
+        epilogue: &Epilogue,
+        sizes: &Sizes,
+    ) -> Result<Self> {
         let half = (sizes.ring / 2).min(shape.experts - sizes.resident);
+        let epilogue = DeviceEpilogue::new(cuda, epilogue, shape.layers(), (sizes.share, width))?;
         Ok(Self {
             residents: Residents::new(cuda, shape, sizes.resident)?,
             ring: Ring::new(cuda, shape, half)?,
@@ -189,7 +199,7 @@ impl GpuExperts {
         let popularity = saved.unwrap_or_else(|| Popularity::new(layers, experts));
         let residency = Residency::new((0..layers).map(|layer| popularity.order(layer)), sizes.resident);
         let Buffers { mut residents, ring, products, handoff, admissions } =
-            Buffers::new(&cuda, heap, shape, cpu.epilogue(), &sizes)?;
+            Buffers::new(&cuda, heap, (shape, parts.width()), cpu.epilogue(), &sizes)?;
         residents.fill(&mut cpu, &parts, &residency)?;
         let registered = match (sizes.ring >= 2 || sizes.resident > 0) && sizes.resident < experts {
             // Not pinned is slower, not wrong: some systems allow it for no memory of files.
@@ -236,8 +246,8 @@ impl GpuExperts {
         sizes: &Sizes,
     ) -> Result<u64> {
         let before = cuda.allocated();
-        let (shape, _) = &shape.part(sizes.share)?;
-        let _buffers = Buffers::new(cuda, heap, shape, epilogue, sizes)?;
+        let (shape, width) = &shape.part(sizes.share)?;
+        let _buffers = Buffers::new(cuda, heap, (shape, width), epilogue, sizes)?;
         let _learning = learning(cuda, shape, sizes, Popularity::new(shape.layers(), shape.experts), None)?;
         Ok(cuda.allocated() - before)
     }

@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use moebius_cache::format::ExpertCache;
+use moebius_cache::pack::ExpertLayout;
 #[cfg(feature = "cuda")]
 use moebius_cache::pack::TilePart;
-use moebius_cache::pack::{ExpertLayout, Scales};
 
 #[cfg(feature = "cuda")]
 use crate::cuda::Runs;
@@ -56,17 +56,10 @@ impl ExpertShape {
         if share.is_whole() {
             return Ok((self.clone(), 0..width));
         }
-        let plain = |layout: &&ExpertLayout| layout.down.precision.row().is_none_or(|row| row.scales == Scales::Plain);
-        if let Some(other) = self.layouts.iter().find(|layout| !plain(layout)) {
-            return Err(Error::Invalid(format!(
-                "experts in {} are not divided among several GPUs yet: choose --experts int4, or give one GPU",
-                other.down.precision
-            )));
-        }
         if !width.is_multiple_of(unit) || width / unit < share.of {
             return Err(Error::Invalid(format!(
                 "experts of width {width} are cut in steps of {unit}, which is too few for {} GPUs: give fewer GPUs, \
-                 or smaller groups (--group-size 32)",
+                 or --experts int4 --group-size 32",
                 share.of
             )));
         }

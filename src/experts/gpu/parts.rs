@@ -33,6 +33,11 @@ impl Parts {
         &self.shape
     }
 
+    /// The rank's run of the experts' width.
+    pub(super) fn width(&self) -> &Range<usize> {
+        &self.width
+    }
+
     /// Bytes of a whole expert, which cross all links together.
     pub(super) fn whole_bytes(&self, layer: usize) -> usize {
         self.memory.cache().layout(layer).bytes()

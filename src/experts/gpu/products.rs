@@ -13,7 +13,7 @@ use crate::backend::cuda::packed::ExpertKernels;
 use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
 use crate::cuda::{Address, Cuda, DeviceBuffer, kernels, launch};
-use crate::experts::{Epilogue, ExpertShape};
+use crate::experts::ExpertShape;
 
 /// What the products need beside weights and tokens.
 pub(super) struct Products {
@@ -57,8 +57,8 @@ impl From<&LayerInput<'_>> for Choices {
 
 impl Products {
     /// Allocates for `sizes`.
-    pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, epilogue: &Epilogue, sizes: &Sizes) -> Result<Self> {
-        let (layout, layers, experts) = (shape.layouts[0], shape.layers(), shape.experts);
+    pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, epilogue: DeviceEpilogue, sizes: &Sizes) -> Result<Self> {
+        let (layout, experts) = (shape.layouts[0], shape.experts);
         let pairs = sizes.tokens * sizes.top_k;
         let grids = grids(cuda, &shape.layouts)?;
         let grid = |of: Grid| {
@@ -68,7 +68,7 @@ impl Products {
         Ok(Self {
             layout,
             kernels: shape.layouts.iter().map(|layout| ExpertKernels::of(layout, grid)).collect(),
-            epilogue: DeviceEpilogue::new(cuda, epilogue, layers)?,
+            epilogue,
             experts,
             pair_slot: DeviceBuffer::new(cuda, pairs)?,
             offsets: DeviceBuffer::new(cuda, experts + 1)?,

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use half::bf16;
 
 use super::Sizes;
+use super::epilogue::DeviceEpilogue;
 use super::parts::Parts;
 use super::products::{Choices, Products};
 use super::ring::{ExpertRun, Ring};
@@ -94,6 +95,8 @@ impl Prompts {
         let half = (sizes.ring_bytes / 2 / shape.most_bytes()).clamp(1, shape.experts);
         let products = service.with_epilogue(|epilogue| {
             let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring: 0, share: Share::WHOLE };
+            let width = 0..shape.intermediate();
+            let epilogue = DeviceEpilogue::new(cuda, epilogue, shape.layers(), (sizes.share, &width))?;
             Products::new(cuda, &shape, epilogue, &sizes)
         })?;
         let ring = Ring::new(cuda, &shape, half)?;
