@@ -36,7 +36,7 @@ impl DecodeShape {
 }
 
 /// A multiple of a vector, added to rows of the residual stream.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Addition<N: ?Sized> {
     /// After this layer.
     pub layer: usize,
@@ -46,6 +46,13 @@ pub struct Addition<N: ?Sized> {
     pub vector: Arc<N>,
     /// Multiplies the vector.
     pub coefficient: f32,
+}
+
+impl<N: ?Sized> Clone for Addition<N> {
+    fn clone(&self) -> Self {
+        let Self { layer, rows, vector, coefficient } = self;
+        Self { layer: *layer, rows: rows.clone(), vector: vector.clone(), coefficient: *coefficient }
+    }
 }
 
 /// Measured rates of a device, per second.

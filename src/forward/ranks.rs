@@ -143,12 +143,11 @@ impl<B: Backend> Forward for Ranks<B> {
 
     fn forward(&mut self, batch: &Batch, tap: Option<&mut Tap>) -> Result<()> {
         // What is taken is the same on all ranks, but only passes of one kind meet in their sums.
-        let like = tap.as_ref().map(|tap| tap.takes.clone());
-        assert!(tap.as_ref().is_none_or(|tap| tap.additions.is_empty()), "vectors are not held on several GPUs");
+        let like = tap.as_ref().map(|tap| (tap.additions.clone(), tap.takes.clone()));
         let copy = Arc::new(batch.clone());
         self.ask(move |model| {
-            let mut tap = like.clone().map(|takes| Tap { takes, ..Tap::default() });
-            model.forward(&copy, tap.as_mut())
+            let tap = |(additions, takes)| Tap { additions, takes, ..Tap::default() };
+            model.forward(&copy, like.clone().map(tap).as_mut())
         })?;
         let done = self.first.forward(batch, tap);
         self.checked(done)
@@ -180,10 +179,12 @@ impl<B: Backend> Forward for Ranks<B> {
     }
 
     fn hold(&mut self, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()> {
-        match vectors.next() {
-            None => Ok(()),
-            Some(_) => Err(Error::Invalid("steering is for one GPU: run with --device cuda:0".into())),
-        }
+        // While nobody else has them, so that all ranks give up the same ones.
+        self.settle(0)?;
+        let all: Arc<[Arc<[f32]>]> = vectors.cloned().collect();
+        self.first.hold(&mut all.iter())?;
+        self.ask(move |model| Forward::hold(model, &mut all.iter()))?;
+        self.settle(0)
     }
 
     fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]> {

@@ -35,7 +35,7 @@ impl<B: Backend> Steering<B> {
     /// As [`Forward::hold`](super::Forward::hold).
     pub(super) fn hold(&mut self, backend: &B, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()> {
         let before = self.vectors.len();
-        self.vectors.retain(|held| Arc::strong_count(&held.given) > 1);
+        self.vectors.retain(|held| Arc::strong_count(&held.given) > backend.share().of); // every rank holds it
         if self.vectors.len() < before {
             backend.set_additions(&mut self.additions, Vec::new())?; // it holds them too
         }
