@@ -184,7 +184,7 @@ impl<B: Backend> Layer<'_, B> {
         let step = Step { backend, batch, rotary, norm_eps: eps };
         let of_layer =
             attention::Layer { config: &config.attention, weights: &weights.attention, cache: &mut **cache, chosen };
-        let mut stream = Stream::plain(&mut *x);
+        let mut stream = Stream::of_term(&mut *x, weights.attention_term);
         match (&weights.entries, &mut *mixing, &mut *result) {
             (Entries::Mixers([mixer, _]), Some(mixing), Some(result)) => {
                 mixing.mix(backend, mixer, eps, stream.x, h);

@@ -122,7 +122,16 @@ fn experts_in_vram() {
 fn shares_of_two() {
     need_gpu!(gpus() < 2, "it takes two GPUs");
     let two = |config| EngineConfig { device: Device::Cuda(vec![0, 1]), ..exact(config) };
-    for name in ["qwen3_moe", "deepseek_v2_lite", "deepseek_v3", "qwen3_next", "glm4_moe", "qwen2_moe", "mixtral"] {
+    for name in [
+        "qwen3_moe",
+        "deepseek_v3",
+        "qwen3_next",
+        "qwen2_moe",
+        "gpt_oss_mxfp4",
+        "minimax_m2",
+        "nemotron_h_latent",
+        "mimo_v2_flash",
+    ] {
         check(name, "a half on each of two GPUs", &two(EngineConfig::default()));
     }
     for name in ["qwen3_moe", "deepseek_v3"] {

@@ -11,12 +11,20 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::gpu::{device, gpus, need_gpu};
-use common::{cache_dir, demo_dir, fixture_dir, folder, greedy};
+use common::{Run, cache_dir, demo_dir, fixture_dir, folder, greedy, step};
+use moebius::backend::Addition;
+use moebius::backend::batch::Batch;
 use moebius::config::{Device, EngineConfig, ExpertBits, PrefillOn};
 use moebius::cuda::{Cuda, DeviceBuffer, Rank};
 use moebius::engine::capture::{Wanted, capture};
+use moebius::forward::block_pool::BlockPool;
+use moebius::forward::tap::{Layers, Take, Tap};
 use moebius::kernel::random::Random;
-use moebius::load::{self, Loaded};
+use moebius::load::gpu::CONTEXT_BYTES;
+use moebius::load::{self, Budget, Kept, Loaded, Spec, Stored, synthetic};
+use moebius::machine::topology::Topology;
+use moebius::model::Ffn;
+use moebius_cache::Precision;
 
 fn ranks(of: usize) -> (Vec<Arc<Cuda>>, Vec<Rank>) {
     let devices: Vec<_> = (0..of).map(|i| Cuda::open(i).unwrap()).collect();
@@ -111,6 +119,33 @@ fn logits(loaded: &mut Loaded, tokens: &[u32]) -> Vec<f32> {
     capture(loaded, tokens, &Wanted { logits: true, ..Default::default() }, 32).unwrap().logits
 }
 
+/// A prompt and some steps, steered: logits behind each, and the residual stream of the prompt behind each layer.
+fn steered(loaded: &mut Loaded, tokens: &[u32]) -> Vec<f32> {
+    let hidden = loaded.model.config().hidden_size as u32;
+    let vector: Arc<[f32]> = (0..hidden).map(|i| (i * 7919 % 2003) as f32 / 1001.5 - 1.0).collect();
+    loaded.model.hold(&mut [&vector].into_iter()).unwrap();
+    let mut pool = BlockPool::new(loaded.kv_blocks);
+    let (mut run, mut batch, mut all) = (Run::new(&mut pool, tokens.len() + 4), Batch::default(), Vec::new());
+    for some in [tokens, &[5], &[6], &[7], &[8]] {
+        batch.clear();
+        let row = run.push(&mut batch, some);
+        let additions = vec![Addition { layer: 1, rows: 0..row + 1, vector: vector.clone(), coefficient: 0.5 }];
+        let layers = if row > 0 { Layers::All } else { Layers::NONE };
+        let mut tap =
+            Tap { additions, takes: vec![Take { layers, router: false, rows: 0..row + 1 }], ..Tap::default() };
+        loaded.model.forward(&batch, Some(&mut tap)).unwrap();
+        all.extend(tap.taken.into_values().flatten());
+        all.extend_from_slice(loaded.model.logits(&[row]).unwrap());
+    }
+    all
+}
+
+/// The root of the mean square of what differs, as a part of that of `want`.
+fn off(got: &[f32], want: &[f32]) -> f32 {
+    let squares = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>();
+    (squares(&mut got.iter().zip(want).map(|(a, b)| a - b)) / squares(&mut want.iter().copied())).sqrt()
+}
+
 #[test]
 fn models_on_several_gpus_say_what_they_say_on_one() {
     need_gpu!(gpus() < 2, "it takes two GPUs");
@@ -123,6 +158,7 @@ fn models_on_several_gpus_say_what_they_say_on_one() {
         };
         let mut one = on(&[0]);
         let (want, answer) = (logits(&mut one, &tokens), greedy(&mut one, &tokens, 12));
+        let want_steered = steered(&mut one, &tokens);
         drop(one);
         for devices in [&[0, 1][..], &[0, 1, 2, 3]] {
             if devices.len() > gpus() {
@@ -130,14 +166,86 @@ fn models_on_several_gpus_say_what_they_say_on_one() {
             }
             let (mut first, mut again) = (on(devices), on(devices));
             let got = logits(&mut first, &tokens);
-            let rms = |x: &[f32]| (x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32).sqrt();
-            let off = rms(&got.iter().zip(&want).map(|(a, b)| a - b).collect::<Vec<_>>());
-            assert!(off < 0.02 * rms(&want), "{model} on {devices:?}: off by {off} of {}", rms(&want));
+            assert!(off(&got, &want) < 0.02, "{model} on {devices:?}: off by {}", off(&got, &want));
             assert_eq!(greedy(&mut first, &tokens, 12), answer, "{model} on {devices:?}");
             let same = logits(&mut again, &tokens).iter().zip(&got).all(|(a, b)| a.to_bits() == b.to_bits());
             assert!(same, "{model} on {devices:?}: other bits in another run");
             assert_eq!(greedy(&mut again, &tokens, 12), answer, "{model} on {devices:?}");
+            if devices.len() == 2 {
+                let off = off(&steered(&mut again, &tokens), &want_steered);
+                assert!(off < 0.02, "{model} on {devices:?}: off by {off} where it is steered");
+            }
         }
+    }
+}
+
+/// A fixture whose routed experts are random, and wide enough for two; each GPU takes what was planned.
+fn widened(name: &str, devices: &[usize]) -> Loaded {
+    let folder = folder(name, &fixture_dir(name));
+    let mut model = folder.model.clone();
+    for layer in &mut model.layers {
+        if let Ffn::Moe(moe) = &mut layer.ffn {
+            moe.intermediate_size = 64;
+        }
+    }
+    let config = EngineConfig { group_size: None, experts: ExpertBits::Bf16, ..config(devices) };
+    let machine = load::machine(&config, &Topology::read()).unwrap();
+    let spec = Spec::new(&model, &config, Kept::NOTHING).unwrap();
+    let Budget::Gpu(gpus, plan) = Budget::new(&spec, &machine).unwrap() else { panic!("on the CPU") };
+    let experts = Some(synthetic::experts(&model, Precision::Bf16).unwrap());
+    let (stored, planned) = (Stored { resident: &folder.checkpoint, experts }, plan.total() - CONTEXT_BYTES);
+    let loaded = load::assemble(&spec, stored, Budget::Gpu(gpus.clone(), plan), machine, &|_| {}).unwrap();
+    for (rank, gpu) in gpus.iter().enumerate() {
+        let off = gpu.allocated() as f64 / planned as f64 - 1.0;
+        assert!(off.abs() < 0.03, "{name}, rank {rank}: {} bytes taken, {planned} planned", gpu.allocated());
+    }
+    loaded
+}
+
+/// How far HF's own bf16 run of a fixture is from its reference, as a part of that.
+fn noise(name: &str) -> f32 {
+    let text = std::fs::read_to_string(fixture_dir(name).join("reference.json")).unwrap();
+    let quality = &serde_json::from_str::<serde_json::Value>(&text).unwrap()["quality"];
+    let number = |value: &serde_json::Value| value.as_f64().unwrap() as f32;
+    number(&quality["hf_bf16_vs_f32"]["rms_logit_diff"]) / number(&quality["logit_std"])
+}
+
+/// Heads of every kind, indexers beside them, what all ranks have, and several streams.
+#[test]
+fn every_kind_of_layer_is_divided() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    for name in [
+        "deepseek_v32",
+        "minimax_m3",
+        "kimi_linear",
+        "granitemoehybrid",
+        "lfm2_moe",
+        "qwen4_exp",
+        "glm5_next",
+        "deepseek_v4",
+        "gemma4",
+    ] {
+        let on = |devices: &[usize]| {
+            let mut loaded = widened(name, devices);
+            let vocab = loaded.model.config().vocab_size;
+            let tokens: Vec<u32> = (0..70).map(|i| (i * 37 + 11) % 500).collect();
+            let prompt = logits(&mut loaded, &tokens[..64]);
+            // The same in steps, behind the beginning.
+            let mut pool = BlockPool::new(loaded.kv_blocks);
+            let (mut run, mut batch, mut all) = (Run::new(&mut pool, 70), Batch::default(), prompt);
+            for some in [&tokens[..60]].into_iter().chain(tokens[60..].chunks(1)) {
+                batch.clear();
+                let row = run.push(&mut batch, some);
+                all.extend(step(&mut *loaded.model, &batch, &[row]).concat());
+            }
+            all.chunks(vocab).map(<[f32]>::to_vec).collect::<Vec<_>>()
+        };
+        // The row in the middle: where a rounding gives a token another expert, which is random, its row is another.
+        let mut rows: Vec<f32> = on(&[0, 1]).iter().zip(&on(&[0])).map(|(got, want)| off(got, want)).collect();
+        rows.sort_unstable_by(f32::total_cmp);
+        let (off, noise) = (rows[rows.len() / 2], noise(name));
+        eprintln!("{name}: off by {off} (HF in bf16 {noise})");
+        assert!(off < noise, "{name}: off by {off}, HF in bf16 by {noise}");
     }
 }
 
@@ -148,13 +256,9 @@ fn what_cannot_be_divided_is_refused_by_name() {
         let config = EngineConfig { group_size: None, experts: ExpertBits::Bf16, ..config(devices) };
         load::load(&folder(name, &fixture_dir(name)), &config, &|_| {}).map(drop).unwrap_err().to_string()
     };
-    for (name, devices, words) in [
-        ("gpt_oss_mxfp4", &[0, 1][..], "experts with biases"),
-        ("gemma4", &[0, 1], "more than one norm or stream"),
-        ("lfm2_moe", &[0, 1], "layers of such attention"),
-        ("qwen3_moe", &[0, 1, 2], "layers of such attention"),
-        ("qwen3_moe", &[0, 0], "named twice"),
-    ] {
+    for (name, devices, words) in
+        [("gemma4", &[0, 1][..], "experts of width 32"), ("qwen3_moe", &[0, 0], "named twice")]
+    {
         let text = refusal(name, devices);
         assert!(text.contains(words), "{name}: {text}");
     }

@@ -296,7 +296,9 @@ pub(super) fn ffn<B: Backend>(
                 backend.clear(sum);
                 let mut both = Stream::plain(&mut *sum);
                 if let Some(w) = shared {
+                    both.term = Term::First;
                     mlp(backend, w, FfnBuffers::mlp(all, width), h, &mut both)?;
+                    both.term = Term::Last;
                 }
                 join(backend, Partial::Experts(experts), &mut both)?;
                 return join(backend, Partial::Sum(sum), stream);
@@ -307,9 +309,10 @@ pub(super) fn ffn<B: Backend>(
                 stream.term = Term::Last;
             }
             match (latent, sum, of_latent) {
+                // Ranks sum behind the projection, which every one of them has.
                 (Some(latent), Some(sum), Some(rounded)) => {
                     backend.clear(sum);
-                    join(backend, Partial::Experts(experts), &mut Stream::plain(&mut *sum))?;
+                    join(backend, Partial::Experts(experts), &mut Stream::of_term(&mut *sum, Term::First))?;
                     backend.rounded(sum, rounded);
                     join(backend, Partial::Product(&latent.up, rounded), stream)
                 }

@@ -39,6 +39,8 @@ pub(super) enum Term {
     Only,
     First,
     Last,
+    /// Every rank has all of it, and none sums.
+    Whole,
 }
 
 /// What a result goes through, and where it stands until then.
@@ -72,6 +74,11 @@ impl<'a, B: Backend> Stream<'a, B> {
     /// One that a result is added to as it is.
     pub(super) fn plain(x: &'a mut B::Tensor) -> Self {
         Self { x, norm: None, after: None, term: Term::Only }
+    }
+
+    /// The same, for one of a part's results.
+    pub(super) fn of_term(x: &'a mut B::Tensor, term: Term) -> Self {
+        Self { term, ..Self::plain(x) }
     }
 
     /// Products of what the part reads. `h` has room for it, and a device may leave it unwritten.
@@ -116,20 +123,29 @@ impl<'a, B: Backend> Stream<'a, B> {
 pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, stream: &mut Stream<'_, B>) -> Result<()> {
     let Stream { x, after, term, .. } = stream;
     // Other ranks' terms stand in the place of what they add to, which the first rank has.
-    let is_over = backend.share().rank > 0 && *term != Term::Last;
+    let is_over = backend.share().rank > 0 && matches!(term, Term::Only | Term::First);
+    let sum_of_ranks = |x: &mut B::Tensor| {
+        if matches!(term, Term::Only | Term::Last) {
+            backend.all_reduce(x);
+        }
+    };
+    // What goes through something is whole before it does.
+    let whole_result = |result: &mut B::Tensor| {
+        if *term != Term::Whole {
+            backend.all_reduce(result);
+        }
+    };
     match (partial, after) {
         (Partial::Product(w, h), None) => {
             match is_over {
                 false => backend.linear_add(w, h, x),
                 true => backend.linear(w, h, x),
             }
-            if *term != Term::First {
-                backend.all_reduce(x);
-            }
+            sum_of_ranks(x);
         }
         (Partial::Product(w, h), Some(After { through, result })) => {
             backend.linear(w, h, result);
-            backend.all_reduce(result);
+            whole_result(result);
             through.add(backend, result, x);
         }
         (Partial::Sum(sum), Some(After { through, .. })) => through.add(backend, sum, x),
@@ -139,12 +155,12 @@ pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, stream: &mu
                 backend.clear(x);
             }
             experts.finish(x)?;
-            backend.all_reduce(x);
+            sum_of_ranks(x);
         }
         (Partial::Experts(experts), Some(After { through, result })) => {
             backend.clear(result);
             experts.finish(result)?;
-            backend.all_reduce(result);
+            whole_result(result);
             through.add(backend, result, x);
         }
         (Partial::Ngrams(state, batch, inputs), _) => backend.convolve_ngrams(state, batch, &inputs, x),

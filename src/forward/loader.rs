@@ -23,6 +23,8 @@ pub(super) enum Cut {
     Whole,
     /// Its run of so many heads, whose rows lie one after the other.
     Heads(usize),
+    /// The same in each of so many equal parts of the rows, of so many heads.
+    OfEach(usize, usize),
     /// The columns that belong to such rows of another matrix. Ranks sum the products, of which the first adds a bias.
     OfHeads(usize),
     /// Rows of an MLP's width.
@@ -35,6 +37,11 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// The same for keys and values.
     pub(super) fn of_keys_and_values(&self) -> Self {
         Self { bits: self.bits.of_sensitive(), ..*self }
+    }
+
+    /// The same for what a rank has another share of.
+    pub(super) fn of_share(&self, share: Share) -> Self {
+        Self { share, ..*self }
     }
 
     /// The projection `name`, `[n, k]`, and its bias `[n]`, of which every rank has all.
@@ -66,6 +73,10 @@ impl<'a, B: Backend> Loader<'a, B> {
         let (rows, cols) = match cut {
             _ if self.share.is_whole() => return all,
             Cut::Whole => return all,
+            Cut::OfEach(parts, count) => {
+                let run = heads(n / parts, count);
+                return all.head_rows(parts, run.start, run.end);
+            }
             Cut::Heads(count) => (heads(n, count), 0..k),
             Cut::OfHeads(count) => (0..n, heads(k, count)),
             Cut::Width => (width(n), 0..k),

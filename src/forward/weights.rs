@@ -2,6 +2,7 @@
 
 use super::attention::AttentionWeights;
 use super::ffn::FfnWeights;
+use super::join::Term;
 use super::loader::Loader;
 use super::ngrams::{self, Tables};
 use super::streams::{Connection, Mixer};
@@ -50,6 +51,7 @@ pub struct LayerWeights<B: Backend> {
     pub(super) ngrams: Option<ngrams::Weights<B>>,
     /// Projections.
     pub attention: AttentionWeights<B>,
+    pub(super) attention_term: Term, // what the result of these is
     /// The feed-forward part, without routed experts.
     pub ffn: FfnWeights<B>,
 }
@@ -152,6 +154,7 @@ impl<B: Backend> LayerNorms<B> {
 
 impl<B: Backend> LayerWeights<B> {
     fn load(loader: &Loader<'_, B>, name: &str, layer: &LayerConfig) -> Result<Self> {
+        let share = layer.attention_share(loader.share);
         Ok(Self {
             entries: match layer.residual {
                 Residual::Streams(mixer) => {
@@ -165,7 +168,8 @@ impl<B: Backend> LayerWeights<B> {
                 residual => Entries::Norms(LayerNorms::load(loader, name, residual)?),
             },
             ngrams: layer.ngrams.as_ref().map(|config| ngrams::Weights::load(loader, name, config)).transpose()?,
-            attention: AttentionWeights::load(loader, name, &layer.attention)?,
+            attention: AttentionWeights::load(&loader.of_share(share), name, &layer.attention)?,
+            attention_term: if share == loader.share { Term::Only } else { Term::Whole },
             ffn: FfnWeights::load(loader, name, layer)?,
         })
     }

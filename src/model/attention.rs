@@ -213,7 +213,7 @@ pub trait Facts {
         30e-6
     }
 
-    /// What a rank has of it; `None`: it cannot be divided so.
+    /// What a rank has of it; `None`: all, which every rank computes alike.
     fn divided(&self, _: Share) -> Option<Attention> {
         None
     }

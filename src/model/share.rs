@@ -2,12 +2,13 @@
 //!
 //! ```text
 //! divided      heads, dense and shared widths, the width of every routed expert
-//! replicated   norms, embedding, router, MLA's latent, KV heads where there are fewer than ranks
+//! replicated   norms, embedding, router, MLA's latent, KV heads where there are fewer than ranks, indexers, mixers of
+//!              residual streams, attention that cannot be divided
 //! ```
 
 use std::ops::Range;
 
-use super::{Ffn, LayerConfig, Mlp, ModelConfig, Moe, Residual, SharedExpert};
+use super::{Ffn, LayerConfig, Mlp, ModelConfig, Moe, SharedExpert};
 use crate::{Error, Result};
 
 /// The part of a model that a rank has.
@@ -48,6 +49,13 @@ impl Share {
     }
 }
 
+impl LayerConfig {
+    /// What a rank has of the layer's attention: all, where that cannot be divided.
+    pub fn attention_share(&self, share: Share) -> Share {
+        if self.attention.divided(share).is_some() { share } else { Share::WHOLE }
+    }
+}
+
 impl ModelConfig {
     /// What a rank has of it. Errors: `Error::Invalid` with what cannot be divided.
     pub fn share(&self, share: Share) -> Result<Self> {
@@ -63,14 +71,9 @@ impl ModelConfig {
         let width = |width| share.width(width).map(|run| run.len()).ok_or_else(|| lacks(&format!("an MLP of {width}")));
         let mlp = |mlp: &Mlp| Ok::<_, Error>(Mlp { intermediate_size: width(mlp.intermediate_size)?, ..*mlp });
         let layers = self.layers.iter().map(|layer| {
-            if !matches!(layer.residual, Residual::PreNorm | Residual::Parallel) || layer.ngrams.is_some() {
-                return Err(lacks("more than one norm or stream around a layer's parts"));
-            }
-            let attention = layer.attention.divided(share).ok_or_else(|| lacks("layers of such attention"))?;
+            let attention = layer.attention.divided(share).unwrap_or_else(|| layer.attention.clone());
             let ffn = match &layer.ffn {
                 Ffn::Dense(dense) => Ffn::Dense(mlp(dense)?),
-                Ffn::Moe(moe) if moe.latent.is_some() => return Err(lacks("experts of another width than its own")),
-                Ffn::Moe(moe) if moe.expert_bias => return Err(lacks("experts with biases")),
                 Ffn::Moe(moe) => {
                     let shared = moe.shared.as_ref();
                     let shared =

@@ -46,6 +46,12 @@ impl CudaBackend {
         Ok(())
     }
 
+    /// Multiplies with what another rank does: what all compute must have the same bits.
+    pub fn multiply_like(&mut self, other: &Self) -> Result<()> {
+        self.library = other.library.as_ref().map(|_| CublasLt::open()).transpose()?;
+        Ok(())
+    }
+
     /// What multiplies instead of our own kernels.
     pub fn library(&self) -> Option<String> {
         self.library.as_ref().map(CublasLt::name)

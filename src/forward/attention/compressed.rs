@@ -7,7 +7,7 @@ use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, CompressRule, IndexQueries, Seen};
 use crate::forward::join::{Partial, Stream, join};
 use crate::forward::kv_cache::LayerCache;
-use crate::forward::loader::Loader;
+use crate::forward::loader::{Cut, Loader};
 use crate::model::{Compressed, Compressor, Indexer, Selection};
 
 /// Projections, and what is between them.
@@ -63,7 +63,10 @@ impl<B: Backend> Weights<B> {
         let linear = |part: &str, n, k| loader.linear(&format!("{name}.{part}"), n, k, false);
         let norm = |part: &str, len| loader.norm(&format!("{name}.{part}.weight"), len);
         let (low, of_group) = (a.groups * a.o_lora_rank, heads / a.groups);
-        let o_a = source.matrix(&format!("{name}.wo_a.weight"), low, of_group)?;
+        // A rank has whole groups of heads.
+        let (of_heads, of_groups) = (Cut::Heads(a.num_heads), Cut::Heads(a.groups));
+        let o_a = loader.cut(source.matrix(&format!("{name}.wo_a.weight"), low, of_group)?, of_groups);
+        let sinks = loader.cut(source.vector(&format!("{name}.{}", names.sinks), a.num_heads)?, of_heads);
         let indexer = match (a.selection.as_ref().and_then(Selection::own), a.key_compressor()) {
             (Some(own), Some(keys)) => Some(IndexerWeights {
                 q: linear("indexer.wq_b", own.num_heads * own.head_dim, a.q_lora_rank)?,
@@ -75,14 +78,14 @@ impl<B: Backend> Weights<B> {
         Ok(Self {
             q_a: linear("wq_a", a.q_lora_rank, hidden)?,
             q_a_norm: norm("q_norm", a.q_lora_rank)?,
-            q_b: linear("wq_b", heads, a.q_lora_rank)?,
+            q_b: loader.cut_linear(&format!("{name}.wq_b"), (heads, a.q_lora_rank), of_heads, false)?,
             q_norm: backend.load_made_norm(a.head_dim, || vec![1.0; a.head_dim])?,
             kv: loader.of_keys_and_values().linear(&format!("{name}.wkv"), a.head_dim, hidden, false)?,
             kv_norm: norm("kv_norm", a.head_dim)?,
-            sinks: backend.load_norm(source.vector(&format!("{name}.{}", names.sinks), a.num_heads)?)?,
+            sinks: backend.load_norm(sinks)?,
             inv_freq: backend.load_made_norm(a.rope.dim / 2, || a.rope.inv_freq())?,
-            o_a: backend.load_groups(a.groups, o_a, loader.bits)?,
-            o_b: linear("wo_b", hidden, low)?,
+            o_a: backend.load_groups(loader.share.run(a.groups).len(), o_a, loader.bits)?,
+            o_b: loader.cut_linear(&format!("{name}.wo_b"), (hidden, low), Cut::OfHeads(a.groups), false)?,
             compressor: match a.compressor {
                 Some(of) => Some(CompressorWeights::load(loader, &format!("{name}.compressor"), of)?),
                 None => None,

@@ -4,7 +4,7 @@ use super::Step;
 use crate::Result;
 use crate::backend::{Backend, Choice, IndexQueries, KeyNorm, KeyPool, Rotary};
 use crate::forward::kv_cache::LayerCache;
-use crate::forward::loader::Loader;
+use crate::forward::loader::{Cut, Loader};
 use crate::model::{Indexer, Score, Selection};
 
 /// Projections of an indexer.
@@ -65,8 +65,12 @@ impl<B: Backend> Weights<B> {
                 }
             }
             Score::Entries { .. } => panic!("what attends to entries has an indexer of its own"),
+            // Each head chooses for KV heads of its own.
             Score::Largest => Self {
-                q: linear("index_q_proj", queries, hidden)?,
+                q: {
+                    let cut = Cut::Heads(indexer.num_heads);
+                    loader.cut_linear(&format!("{name}.index_q_proj"), (queries, hidden), cut, false)?
+                },
                 k: linear("index_k_proj", dim, hidden)?,
                 q_norm: Some(norm("index_q_norm")?),
                 k_norm: norm("index_k_norm")?,

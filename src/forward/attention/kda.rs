@@ -6,7 +6,7 @@ use crate::backend::{Backend, KdaInputs, KdaRule};
 use crate::config::DenseBits;
 use crate::forward::join::{Partial, Stream, join};
 use crate::forward::kv_cache::LayerCache;
-use crate::forward::loader::Loader;
+use crate::forward::loader::{Cut, Loader};
 use crate::model::Kda;
 use crate::{Error, Result};
 
@@ -31,14 +31,14 @@ struct Gate<B: Backend> {
 
 impl<B: Backend> Gate<B> {
     fn load(loader: &Loader<'_, B>, name: &str, letter: char, a: &Kda) -> Result<Self> {
-        let (hidden, inner) = (loader.model.hidden_size, a.inner_dim());
+        let (hidden, inner, heads) = (loader.model.hidden_size, a.inner_dim(), Cut::Heads(a.num_heads));
         let of = |part: &str| format!("{name}.{letter}{part}_proj");
         Ok(match a.gate_rank {
             Some(rank) => Self {
                 first: loader.linear(&of("_a"), rank, hidden, false)?,
-                second: Some(loader.linear(&of("_b"), inner, rank, false)?),
+                second: Some(loader.cut_linear(&of("_b"), (inner, rank), heads, false)?),
             },
-            None => Self { first: loader.linear(&of(""), inner, hidden, false)?, second: None },
+            None => Self { first: loader.cut_linear(&of(""), (inner, hidden), heads, false)?, second: None },
         })
     }
 
@@ -52,25 +52,30 @@ impl<B: Backend> Weights<B> {
         let (backend, source, hidden) = (loader.backend, loader.source, loader.model.hidden_size);
         let (inner, heads) = (a.inner_dim(), a.num_heads);
         let name = format!("{layer}.{}", loader.model.names.attention);
-        let part = |which: &str| source.matrix(&format!("{name}.{which}_proj.weight"), inner, hidden);
+        let of_heads = Cut::Heads(heads);
+        let part = |which: &str| {
+            Ok::<_, Error>(loader.cut(source.matrix(&format!("{name}.{which}_proj.weight"), inner, hidden)?, of_heads))
+        };
         let conv = |which: &str| {
             let name = format!("{name}.{which}_conv1d.weight");
-            Ok::<_, Error>(source.numbers(&name, &[inner, 1, a.conv_width])?.reshaped(a.conv_width))
+            let taps = source.numbers(&name, &[inner, 1, a.conv_width])?.reshaped(a.conv_width);
+            Ok::<_, Error>(loader.cut(taps, of_heads))
         };
+        let vector = |all: HostTensor<'_>| backend.load_norm(loader.cut(all, of_heads));
         let taps = HostTensor::stacked(&[conv("q")?, conv("k")?, conv("v")?]);
         Ok(Self {
             qkv: backend.load_linear(HostTensor::stacked(&[part("q")?, part("k")?, part("v")?]), None, loader.bits)?,
             decay: Gate::load(loader, &name, 'f', a)?,
             gate: Gate::load(loader, &name, 'g', a)?,
             beta: backend.load_linear(
-                source.matrix(&format!("{name}.b_proj.weight"), heads, hidden)?,
+                loader.cut(source.matrix(&format!("{name}.b_proj.weight"), heads, hidden)?, of_heads),
                 None,
                 DenseBits::Bf16,
             )?,
-            o: loader.linear(&format!("{name}.o_proj"), hidden, inner, false)?,
+            o: loader.cut_linear(&format!("{name}.o_proj"), (hidden, inner), Cut::OfHeads(heads), false)?,
             taps: backend.load_norm(taps.transpose_heads(1))?,
-            rates: backend.load_norm(loader.rates(&name, heads)?)?,
-            dt_bias: backend.load_norm(source.vector(&format!("{name}.dt_bias"), inner)?)?,
+            rates: vector(loader.rates(&name, heads)?)?,
+            dt_bias: vector(source.vector(&format!("{name}.dt_bias"), inner)?)?,
             norm: backend.load_norm(source.vector(&format!("{name}.o_norm.weight"), a.head_dim)?)?,
         })
     }

@@ -1,5 +1,7 @@
 //! Mamba-2: what a layer keeps of a sequence is a state of fixed size and its last few inputs.
 
+use std::ops::Range;
+
 use super::{Layer, Step};
 use crate::Result;
 use crate::backend::tensor::HostTensor;
@@ -7,7 +9,7 @@ use crate::backend::{Backend, Mamba2Inputs, Mamba2Rule};
 use crate::config::DenseBits;
 use crate::forward::join::{Partial, Stream, join};
 use crate::forward::kv_cache::LayerCache;
-use crate::forward::loader::Loader;
+use crate::forward::loader::{Cut, Loader};
 use crate::model::Mamba2;
 
 /// Projections, and what is between them.
@@ -30,21 +32,28 @@ impl<B: Backend> Weights<B> {
         let (hidden, inner, heads) = (loader.model.hidden_size, a.inner_dim(), a.num_heads);
         let of = |part: &str| format!("{layer}.{}.{part}", loader.model.names.mamba);
         let all = source.matrix(&of("in_proj.weight"), inner + a.conv_dim() + heads, hidden)?;
-        let rows = |from: usize, len: usize| all.head_rows(1, from, from + len);
-        let conv = source.numbers(&of("conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?;
+        let groups = Cut::Heads(a.num_groups);
+        let rows = |from: usize, len: usize| loader.cut(all.head_rows(1, from, from + len), groups);
+        // What there is for each number of x, of b and of c.
+        let (of_b, channels) = (inner..inner + a.num_groups * a.state_dim, a.conv_dim());
+        let channel_rows = |all: HostTensor<'_>| {
+            let part = |of: Range<usize>| loader.cut(all.head_rows(1, of.start, of.end), groups);
+            HostTensor::stacked(&[part(0..inner), part(of_b.clone()), part(of_b.end..channels)])
+        };
+        let conv = source.numbers(&of("conv1d.weight"), &[channels, 1, a.conv_width])?.reshaped(a.conv_width);
         let vector = |part: &str, len: usize| source.vector(&of(part), len);
-        let norm = |weight: HostTensor<'_>| backend.load_norm(weight);
+        let norm = |weight: HostTensor<'_>| backend.load_norm(loader.cut(weight, groups));
         // GGUF files have a row for each group.
         let by_group = source.numbers(&of("norm.weight"), &[a.num_groups, inner / a.num_groups]);
         let of_groups = by_group.map(|norm| norm.reshaped(1)).or_else(|_| vector("norm.weight", inner))?;
         Ok(Self {
             z: backend.load_linear(rows(0, inner), None, bits)?,
-            xbc: backend.load_linear(rows(inner, a.conv_dim()), None, bits)?,
+            xbc: backend.load_linear(channel_rows(all.head_rows(1, inner, inner + channels)), None, bits)?,
             dt: backend.load_linear(rows(inner + a.conv_dim(), heads), None, DenseBits::Bf16)?,
-            o: loader.linear(&of("out_proj"), hidden, inner, false)?,
-            taps: norm(conv.reshaped(a.conv_width).transpose_heads(1))?,
+            o: loader.cut_linear(&of("out_proj"), (hidden, inner), Cut::OfHeads(a.num_groups), false)?,
+            taps: backend.load_norm(channel_rows(conv).transpose_heads(1))?,
             conv_bias: match a.conv_bias {
-                true => Some(norm(vector("conv1d.bias", a.conv_dim())?)?),
+                true => Some(backend.load_norm(channel_rows(vector("conv1d.bias", channels)?))?),
                 false => None,
             },
             rates: norm(loader.rates(&format!("{layer}.{}", loader.model.names.mamba), heads)?)?,

@@ -5,7 +5,7 @@ use crate::Result;
 use crate::backend::Backend;
 use crate::forward::join::{Partial, Stream, join};
 use crate::forward::kv_cache::LayerCache;
-use crate::forward::loader::Loader;
+use crate::forward::loader::{Cut, Loader};
 use crate::model::ShortConv;
 
 /// Projections and the convolution.
@@ -20,9 +20,18 @@ impl<B: Backend> Weights<B> {
         let (hidden, channels, width) = (loader.model.hidden_size, a.channels, a.conv_width);
         let conv = loader.source.numbers(&format!("{layer}.conv.conv.weight"), &[channels, 1, width])?;
         Ok(Self {
-            bcx: loader.linear(&format!("{layer}.conv.in_proj"), 3 * channels, hidden, false)?,
-            o: loader.linear(&format!("{layer}.conv.out_proj"), hidden, channels, false)?,
-            taps: loader.backend.load_norm(conv.reshaped(width).transpose_heads(1))?,
+            bcx: {
+                let shape = (3 * channels, hidden);
+                loader.cut_linear(&format!("{layer}.conv.in_proj"), shape, Cut::OfEach(3, a.runs()), false)?
+            },
+            o: {
+                let shape = (hidden, channels);
+                loader.cut_linear(&format!("{layer}.conv.out_proj"), shape, Cut::OfHeads(a.runs()), false)?
+            },
+            taps: {
+                let of_rank = loader.cut(conv.reshaped(width), Cut::Heads(a.runs()));
+                loader.backend.load_norm(of_rank.transpose_heads(1))?
+            },
         })
     }
 

@@ -1,7 +1,7 @@
 //! One key head whose keys are its values: a window of the last positions, and entries that stand for several each.
 
-use super::{Facts, Indexer, Matrix, Selection, StateShape};
-use crate::model::Rope;
+use super::{Attention, Facts, Indexer, Matrix, Selection, StateShape};
+use crate::model::{Rope, Share};
 
 /// DeepSeek-V4's attention. Source: HF modeling_deepseek_v4.
 ///
@@ -94,6 +94,14 @@ impl Compressed {
 }
 
 impl Facts for Compressed {
+    fn divided(&self, share: Share) -> Option<Attention> {
+        let heads = |share: Share| {
+            let groups = share.run(self.groups).len();
+            Self { groups, num_heads: self.num_heads / self.groups * groups, ..self.clone() }
+        };
+        self.groups.is_multiple_of(share.of).then(|| Attention::Compressed(heads(share)))
+    }
+
     fn entries(&self) -> Option<Compressor> {
         self.compressor
     }

@@ -139,9 +139,13 @@ impl Facts for Gqa {
     fn divided(&self, share: Share) -> Option<Attention> {
         let (heads, kv_heads, of) = (self.num_heads, self.num_kv_heads, share.of);
         let even = heads.is_multiple_of(of) && (kv_heads.is_multiple_of(of) || of.is_multiple_of(kv_heads));
-        let alone = self.qk_norm != QkNorm::FullWidth && self.selection.is_none();
+        let selection = match &self.selection {
+            Some(selection) => Some(selection.divided(share)?),
+            None => None,
+        };
         let num_kv_heads = share.run(kv_heads).len();
-        (even && alone).then(|| Attention::Gqa(Self { num_heads: heads / of, num_kv_heads, ..self.clone() }))
+        let heads = Self { num_heads: heads / of, num_kv_heads, selection, ..self.clone() };
+        (even && self.qk_norm != QkNorm::FullWidth).then_some(Attention::Gqa(heads))
     }
 
     fn gpu_lacks(&self) -> Option<String> {

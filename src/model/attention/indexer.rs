@@ -1,6 +1,7 @@
 //! Which of the earlier positions a query attends to: a second, small attention that only chooses.
 
 use super::Matrix;
+use crate::model::Share;
 
 /// The positions that a layer's queries attend to, where these are not all.
 #[derive(Clone, Debug, PartialEq)]
@@ -140,6 +141,19 @@ impl Indexer {
 }
 
 impl Selection {
+    /// What a rank's heads choose by: all of it, or the heads that choose for them. `None`: those cannot be divided.
+    pub fn divided(&self, share: Share) -> Option<Self> {
+        let heads = self.indexer.num_heads;
+        let num_heads = match self.indexer.score {
+            Score::Largest if heads.is_multiple_of(share.of) || share.of.is_multiple_of(heads) => {
+                share.run(heads).len()
+            }
+            Score::Largest => return None,
+            Score::Weighted { .. } | Score::Pooled | Score::Gated { .. } | Score::Entries { .. } => heads,
+        };
+        Some(Self { indexer: Indexer { num_heads, ..self.indexer.clone() }, ..self.clone() })
+    }
+
     /// The layer's own indexer, if it has one.
     pub fn own(&self) -> Option<&Indexer> {
         (self.by == ChosenBy::Own).then_some(&self.indexer)

@@ -1,6 +1,7 @@
 //! Kimi delta attention: a state of fixed size instead of keys and values, whose rows decay each for itself.
 
-use super::{Facts, Matrix, StateShape};
+use super::{Attention, Facts, Matrix, StateShape};
+use crate::model::Share;
 
 /// Kimi delta attention: the delta rule with a decay for each number of a key. Source: arXiv 2510.26692, and HF
 /// modeling_kimi_linear.
@@ -36,6 +37,11 @@ pub enum KdaDecay {
 }
 
 impl Kda {
+    /// A rank's heads.
+    pub fn heads(&self, share: Share) -> Self {
+        Self { num_heads: share.run(self.num_heads).len(), ..self.clone() }
+    }
+
     /// Numbers of queries, keys or values of a token.
     pub fn inner_dim(&self) -> usize {
         self.num_heads * self.head_dim
@@ -48,6 +54,10 @@ impl Kda {
 }
 
 impl Facts for Kda {
+    fn divided(&self, share: Share) -> Option<Attention> {
+        self.num_heads.is_multiple_of(share.of).then(|| Attention::Kda(self.heads(share)))
+    }
+
     fn state(&self) -> Option<StateShape> {
         Some(StateShape {
             past_inputs: self.conv_width - 1,

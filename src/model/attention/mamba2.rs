@@ -1,6 +1,7 @@
 //! Mamba-2: a state of fixed size that decays and is written to, whatever stands in it.
 
-use super::{Facts, Matrix, StateShape};
+use super::{Attention, Facts, Matrix, StateShape};
+use crate::model::Share;
 
 /// Mamba-2, a selective state space. Source: arXiv 2405.21060, and HF modeling_nemotron_h.
 ///
@@ -28,6 +29,12 @@ pub struct Mamba2 {
 }
 
 impl Mamba2 {
+    /// A rank's groups, each with its heads.
+    pub fn groups(&self, share: Share) -> Self {
+        let num_groups = share.run(self.num_groups).len();
+        Self { num_groups, num_heads: self.num_heads / self.num_groups * num_groups, ..self.clone() }
+    }
+
     /// Numbers of `x` of a token.
     pub fn inner_dim(&self) -> usize {
         self.num_heads * self.head_dim
@@ -40,6 +47,11 @@ impl Mamba2 {
 }
 
 impl Facts for Mamba2 {
+    fn divided(&self, share: Share) -> Option<Attention> {
+        // The norm of a group reads all of its heads.
+        self.num_groups.is_multiple_of(share.of).then(|| Attention::Mamba2(self.groups(share)))
+    }
+
     fn state(&self) -> Option<StateShape> {
         Some(StateShape {
             past_inputs: self.conv_width - 1,

@@ -92,8 +92,7 @@ impl Facts for Mla {
     }
 
     fn divided(&self, share: Share) -> Option<Attention> {
-        let even = self.num_heads.is_multiple_of(share.of) && self.selection.is_none();
-        even.then(|| Attention::Mla(self.heads(share)))
+        self.num_heads.is_multiple_of(share.of).then(|| Attention::Mla(self.heads(share)))
     }
 
     fn gpu_seconds(&self) -> f64 {

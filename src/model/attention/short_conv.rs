@@ -1,6 +1,7 @@
 //! Gated short convolution: a token sees itself and the few before it.
 
-use super::{Facts, Matrix, StateShape};
+use super::{Attention, Facts, Matrix, StateShape};
+use crate::model::Share;
 
 /// Gated short convolution. Source: HF modeling_lfm2_moe.
 ///
@@ -15,7 +16,20 @@ pub struct ShortConv {
     pub conv_width: usize,
 }
 
+impl ShortConv {
+    /// Runs of channels that ranks share out.
+    pub fn runs(&self) -> usize {
+        self.channels / 8
+    }
+}
+
 impl Facts for ShortConv {
+    fn divided(&self, share: Share) -> Option<Attention> {
+        let channels = 8 * share.run(self.runs()).len();
+        let even = self.channels.is_multiple_of(8 * share.of);
+        even.then(|| Attention::ShortConv(Self { channels, ..self.clone() }))
+    }
+
     fn state(&self) -> Option<StateShape> {
         Some(StateShape { past_inputs: self.conv_width - 1, channels: self.channels, numbers: 0 })
     }
