@@ -173,7 +173,7 @@ pub enum ExpertsMemory {
 /// What a model runs on.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub enum Device {
-    /// The first GPU, or the CPU where there is none.
+    /// As many GPUs like the first one as make the model fastest, or the CPU where there is none.
     #[default]
     Auto,
     /// The CPU alone.
@@ -336,8 +336,8 @@ engine_config! {
         /// Memory of the experts: the mapped cache file (map), a copy in huge pages (copy), or the faster one (auto).
         #[arg(long, default_value = "auto", value_parser = choice_of(&ExpertsMemory::ALL))]
         experts_memory: ExpertsMemory,
-        /// Device to run on: auto (the first GPU, else the CPU), cpu, cuda:0, or cuda:0,1 for a share on each of
-        /// several.
+        /// Device to run on: auto (as many GPUs of one kind as are fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for
+        /// a share on each of several.
         #[arg(long, value_name = "DEVICE", default_value = "auto")]
         device: Device,
         /// Maximum VRAM to use of each GPU, such as 16GiB [default: all that is free].

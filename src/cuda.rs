@@ -151,6 +151,35 @@ pub fn devices() -> Vec<DeviceInfo> {
     (0..count).filter_map(|i| info(i).ok()).collect()
 }
 
+/// The devices that can share a model with the first one, which is one of them, and why each other one cannot.
+pub(crate) fn alike() -> (Vec<usize>, Vec<String>) {
+    let devices = devices();
+    let kind = |info: &DeviceInfo| (info.name.clone(), info.capability);
+    let (mut numbers, mut others) = (Vec::new(), Vec::new());
+    for (number, info) in devices.iter().enumerate() {
+        let why = match () {
+            () if kind(info) != kind(&devices[0]) => "another kind of GPU",
+            () if !numbers.iter().all(|&other| can_access(number, other)) => "no access to the others' memory",
+            () if numbers.len() == MAX_RANKS => "one too many",
+            () => {
+                numbers.push(number);
+                continue;
+            }
+        };
+        others.push(format!("cuda:{number} ({}) is left out: {why}", info.name));
+    }
+    (numbers, others)
+}
+
+/// Whether a device can read and write another's memory, and the other way.
+fn can_access(a: usize, b: usize) -> bool {
+    let (mut to, mut back) = (0, 0);
+    let (Ok(a), Ok(b)) = (device_at(a as i32), device_at(b as i32)) else { return false };
+    // SAFETY: each writes one number.
+    let known = unsafe { (sys::cuDeviceCanAccessPeer(&mut to, a, b), sys::cuDeviceCanAccessPeer(&mut back, b, a)) };
+    known == (CUresult::CUDA_SUCCESS, CUresult::CUDA_SUCCESS) && to != 0 && back != 0
+}
+
 fn name_of(error: CUresult) -> String {
     let mut name: *const c_char = ptr::null();
     // SAFETY: the driver writes a pointer to a string of its own.

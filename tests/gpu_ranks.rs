@@ -264,3 +264,16 @@ fn what_cannot_be_divided_is_refused_by_name() {
     }
     assert!(device().is_some());
 }
+
+#[test]
+fn as_many_gpus_as_are_fastest() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    let config = EngineConfig { device: Device::Auto, ..config(&[]) };
+    let model = folder("moe-gqa", &demo_dir("moe-gqa"));
+    let planned = load::plan::plan("moe-gqa", &model.spec(&config).unwrap(), None).unwrap().to_string();
+    let said = demo("moe-gqa", &config).device.unwrap();
+    for text in [&planned, &said] {
+        assert!(text.contains(&format!(" of {} GPUs (1: ", gpus())), "{text}");
+    }
+    assert!(planned.contains("\nGPUs      "), "{planned}");
+}

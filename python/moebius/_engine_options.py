@@ -59,8 +59,8 @@ class EngineOptions(TypedDict, total=False):
     [default: auto]."""
 
     device: str | None
-    """Device to run on: auto (the first GPU, else the CPU), cpu, cuda:0, or cuda:0,1 for a share on each of several
-    [default: auto]."""
+    """Device to run on: auto (as many GPUs of one kind as are fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for a
+    share on each of several [default: auto]."""
 
     vram: str | int | None
     """Maximum VRAM to use of each GPU, such as 16GiB [default: all that is free]."""

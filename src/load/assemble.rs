@@ -28,7 +28,9 @@ pub fn assemble(
 ) -> Result<Loaded> {
     let CpuPlan { weights: dense_bytes, experts: expert_bytes, max_context, kv_blocks, snapshots, .. } = match budget {
         #[cfg(feature = "cuda")]
-        Budget::Gpu(devices, plan) => return super::gpu::assemble(spec, stored, (devices, *plan), machine, report),
+        Budget::Gpu(devices, plan) => {
+            return super::gpu::assemble(&spec.on(devices.len()), stored, (devices, *plan), machine, report);
+        }
         Budget::Cpu(plan) => plan,
     };
     let Spec { model, config, ref precision, .. } = *spec;

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use super::gpu::{GpuPlan, Gpus};
 use super::machine::{Machine, RESERVE_BYTES, gib};
 use super::memory::{Counted, snapshots};
 use super::remedy;
@@ -18,7 +20,7 @@ pub enum Budget {
     Cpu(CpuPlan),
     /// On GPUs, each with its share.
     #[cfg(feature = "cuda")]
-    Gpu(Vec<Arc<crate::cuda::Cuda>>, Box<super::gpu::GpuPlan>),
+    Gpu(Vec<Arc<crate::cuda::Cuda>>, Box<GpuPlan>),
 }
 
 /// What a model takes of RAM, in bytes, and the context that fits beside it.
@@ -49,9 +51,9 @@ impl Budget {
     /// machine's available bytes.
     pub fn new(spec: &Spec<'_>, machine: &Machine) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        if let Some(devices) = open_gpus(spec.config)? {
-            let plan = gpu_plan(spec, &least(&devices), machine)?;
-            return Ok(Self::Gpu(devices, Box::new(plan)));
+        if let Some(gpus) = Gpus::open(spec, machine)? {
+            let plan = gpu_plan(&spec.on(gpus.devices.len()), &gpus.least(), machine)?;
+            return Ok(Self::Gpu(gpus.devices, Box::new(GpuPlan { choice: gpus.choice, ..plan })));
         }
         #[cfg(not(feature = "cuda"))]
         if let device @ Device::Cuda(_) = &spec.config.device {
@@ -61,15 +63,11 @@ impl Budget {
     }
 }
 
-/// What goes where on a GPU. Errors: as [`GpuPlan::new`](super::gpu::GpuPlan::new); they say so where the CPU alone
+/// What goes where on a GPU. Errors: as [`GpuPlan::new`]; they say so where the CPU alone
 /// would do.
 #[cfg(feature = "cuda")]
-pub(super) fn gpu_plan(
-    spec: &Spec<'_>,
-    device: &crate::cuda::DeviceInfo,
-    machine: &Machine,
-) -> Result<super::gpu::GpuPlan> {
-    super::gpu::GpuPlan::new(spec, device, machine).map_err(|error| {
+pub(super) fn gpu_plan(spec: &Spec<'_>, device: &crate::cuda::DeviceInfo, machine: &Machine) -> Result<GpuPlan> {
+    GpuPlan::new(spec, device, machine).map_err(|error| {
         let cpu = EngineConfig { device: Device::Cpu, ..spec.config.clone() };
         match (error, CpuPlan::attempt(&spec.with(&cpu), machine)) {
             (Error::Resources(text), Ok(Ok(_))) => Error::Resources(format!("{text}, or use --device cpu")),
@@ -155,43 +153,6 @@ fn check_no_gpu(config: &EngineConfig) -> Result<()> {
         EngineConfig { prefill: PrefillOn::Gpu, .. } => refuse("--prefill gpu", "leave it out"),
         _ => Ok(()),
     }
-}
-
-/// The GPUs to run on, if any. Errors: `Error::Device` when a chosen one cannot be used; `Error::Invalid` for some that
-/// are not alike.
-#[cfg(feature = "cuda")]
-pub(super) fn open_gpus(config: &EngineConfig) -> Result<Option<Vec<Arc<crate::cuda::Cuda>>>> {
-    use crate::cuda::Cuda;
-    let numbers = match &config.device {
-        Device::Cpu => return Ok(None),
-        Device::Auto => return Ok(Cuda::open(0).ok().map(|cuda| vec![cuda])),
-        Device::Cuda(numbers) => numbers,
-    };
-    let refuse = |why: String| Err(Error::Invalid(format!("--device {}: {why}", config.device)));
-    let (most, mut distinct) = (crate::cuda::MAX_RANKS, numbers.clone());
-    distinct.sort_unstable();
-    distinct.dedup();
-    if distinct.len() < numbers.len() {
-        return refuse("a GPU is named twice, name each once".into());
-    }
-    if numbers.len() > most {
-        return refuse(format!("a model is divided among {most} GPUs at most"));
-    }
-    let devices = numbers.iter().map(|number| Cuda::open(*number)).collect::<Result<Vec<_>>>()?;
-    let kind = |cuda: &Arc<Cuda>| (cuda.info.name.clone(), cuda.info.capability);
-    if let Some((number, other)) = numbers.iter().zip(&devices).find(|(_, cuda)| kind(cuda) != kind(&devices[0])) {
-        let (first, other) = (&devices[0].info.name, &other.info.name);
-        return refuse(format!("cuda:{number} is a {other} and the first is a {first}, name GPUs of one kind"));
-    }
-    Ok(Some(devices))
-}
-
-/// The one of several GPUs of a kind that has the least memory.
-#[cfg(feature = "cuda")]
-pub(super) fn least(devices: &[Arc<crate::cuda::Cuda>]) -> crate::cuda::DeviceInfo {
-    let bytes = |of: fn(&crate::cuda::DeviceInfo) -> u64| devices.iter().map(|cuda| of(&cuda.info)).min().unwrap_or(0);
-    let (total_bytes, free_bytes) = (bytes(|info| info.total_bytes), bytes(|info| info.free_bytes));
-    crate::cuda::DeviceInfo { total_bytes, free_bytes, ..devices[0].info.clone() }
 }
 
 #[cfg(test)]

@@ -4,8 +4,10 @@
 //! plan     what goes where
 //! refusal  what is said of a model that does not fit
 //! speed    how fast it will be
+//! devices  which GPUs
 //! ```
 
+mod devices;
 mod plan;
 mod refusal;
 mod speed;
@@ -35,6 +37,7 @@ use crate::machine::topology;
 use crate::machine::workers::Team;
 use crate::model::Share;
 use crate::{Error, Result};
+pub use devices::Gpus;
 use plan::gpu_limits;
 pub use plan::{CONTEXT_BYTES, GpuPlan, Short};
 pub use speed::{GpuRates, on_gpu};
@@ -75,7 +78,13 @@ pub(super) fn assemble(
         })?;
         Ok((backend, weights))
     };
-    let parts = devices.iter().map(dense).collect::<Result<Vec<_>>>()?;
+    let mut parts = devices.iter().map(dense).collect::<Result<Vec<_>>>()?;
+    if let Some(((first, _), others)) = parts.split_first_mut() {
+        for (backend, _) in others {
+            backend.cuda().enter_thread()?;
+            backend.multiply_like(first)?;
+        }
+    }
     cuda.enter_thread()?;
     let mut speeds = None;
     let mut executors: Vec<Option<Box<dyn ExpertExecutor<CudaBackend>>>> = devices.iter().map(|_| None).collect();
@@ -202,7 +211,9 @@ fn describe(
     if let Some(library) = library {
         line += &format!("; products by {library}");
     }
-    format!("{line}; expect {expected}")
+    line += &format!("; expect {expected}");
+    plan.choice.iter().for_each(|choice| line += &format!("; {choice}"));
+    line
 }
 
 /// Longer than the device takes from one layer's experts to the next one's, in decode.

@@ -26,6 +26,8 @@ pub struct Plan {
     pub draft_layers: usize,
     /// The GPU, or `CPU`.
     pub device: String,
+    /// Why these GPUs, where there were others.
+    pub choice: Option<String>,
     /// Whether the GPU is not here, and its speeds are assumed.
     pub is_assumed: bool,
     /// Of the experts, as `int4-g128`.
@@ -106,8 +108,8 @@ pub fn plan(name: &str, spec: &Spec<'_>, ram: Option<u64>) -> Result<Plan> {
     machine.available_bytes = ram.unwrap_or(machine.available_bytes);
     let estimator = Estimator { name, spec: spec.clone(), machine: &machine };
     #[cfg(feature = "cuda")]
-    if let Some(device) = gpu::PlannedGpu::find(spec.config)? {
-        return estimator.on_gpu(&device);
+    if let Some(device) = gpu::PlannedGpu::find(spec, &machine)? {
+        return Estimator { spec: spec.on(device.ranks), ..estimator }.on_gpu(&device);
     }
     estimator.on_cpu()
 }
@@ -178,6 +180,7 @@ impl Estimator<'_> {
             model_context: self.spec.model.max_context,
             num_experts: self.spec.model.moe().map_or(0, |moe| moe.num_experts),
             device: String::new(),
+            choice: None,
             is_assumed: false,
             parts: Vec::new(),
             vram_limit_bytes: 0,
@@ -199,15 +202,12 @@ fn gain(flag: &str, now: &Expected, then: &Expected) -> Option<String> {
 
 #[cfg(feature = "cuda")]
 mod gpu {
-    use std::sync::Arc;
-
     use super::*;
     use crate::Error;
     use crate::config::{self, KvBits, PrefillOn};
-    use crate::cuda::{Cuda, DeviceInfo};
-    use crate::experts::cost::CostModel;
-    use crate::load::budget::{gpu_plan, least, open_gpus};
-    use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, GpuRates, on_gpu};
+    use crate::cuda::DeviceInfo;
+    use crate::load::budget::gpu_plan;
+    use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, GpuRates, Gpus, on_gpu};
 
     /// A card that is not here: 128 multiprocessors of compute capability 8.9, PCIe 4.0 with 16 lanes.
     const ASSUMED_VRAM_BYTES: f64 = 1000e9;
@@ -219,6 +219,8 @@ mod gpu {
     /// The GPU of a plan.
     pub(super) struct PlannedGpu {
         info: DeviceInfo,
+        pub(super) ranks: usize, // as many of them
+        choice: Option<String>,
         is_assumed: bool,
         vram_bytes: f64,
         pcie_bytes: f64,
@@ -227,8 +229,9 @@ mod gpu {
     impl PlannedGpu {
         /// The one there is; one of `--vram` where there is none. Errors: the one asked for cannot be used, and there
         /// is no size to assume one of.
-        pub(super) fn find(config: &EngineConfig) -> Result<Option<Self>> {
-            let found = match open_gpus(config) {
+        pub(super) fn find(spec: &Spec<'_>, machine: &Machine) -> Result<Option<Self>> {
+            let config = spec.config;
+            let found = match Gpus::open(spec, machine) {
                 Ok(found) => found,
                 Err(error @ Error::Invalid(_)) => return Err(error),
                 Err(_) if config.vram.is_some() => None,
@@ -237,24 +240,26 @@ mod gpu {
                 }
             };
             match (found, config.vram) {
-                (Some(devices), _) => Self::measure(&devices).map(Some),
-                (None, Some(_)) if config.device != config::Device::Cpu => Ok(Some(Self::assumed())),
+                (Some(gpus), _) => Self::measure(gpus).map(Some),
+                (None, Some(_)) if config.device != config::Device::Cpu => Ok(Some(Self::assumed(spec.ranks()))),
                 (None, _) => Ok(None),
             }
         }
 
-        fn measure(devices: &[Arc<Cuda>]) -> Result<Self> {
-            let cuda = &devices[0];
+        fn measure(gpus: Gpus) -> Result<Self> {
+            let cuda = &gpus.devices[0];
             cuda.enter_thread()?;
             Ok(Self {
-                info: least(devices),
+                info: gpus.least(),
+                ranks: gpus.devices.len(),
                 is_assumed: false,
                 vram_bytes: cuda.vram_bandwidth(SAMPLE_BYTES)?,
                 pcie_bytes: cuda.pcie_bandwidth(SAMPLE_BYTES)?,
+                choice: gpus.choice,
             })
         }
 
-        fn assumed() -> Self {
+        fn assumed(ranks: usize) -> Self {
             let info = DeviceInfo {
                 name: "a GPU that is not here".into(),
                 capability: (8, 9),
@@ -264,7 +269,14 @@ mod gpu {
                 total_bytes: 1 << 50,
                 free_bytes: 1 << 50,
             };
-            Self { info, is_assumed: true, vram_bytes: ASSUMED_VRAM_BYTES, pcie_bytes: ASSUMED_PCIE_BYTES }
+            Self {
+                info,
+                ranks,
+                choice: None,
+                is_assumed: true,
+                vram_bytes: ASSUMED_VRAM_BYTES,
+                pcie_bytes: ASSUMED_PCIE_BYTES,
+            }
         }
     }
 
@@ -273,12 +285,7 @@ mod gpu {
             let Self { spec, machine, .. } = self;
             let plan = gpu_plan(spec, &device.info, machine)?;
             let cpu = CpuRates::measure(spec, machine, 128)?;
-            let costs = CostModel {
-                cpu_bytes: CostModel::CPU_SHARE * cpu.read_bytes,
-                cpu_products: cpu.expert_products,
-                pcie_bytes: spec.ranks() as f64 * device.pcie_bytes, // each link carries a part of an expert
-            };
-            let rates = GpuRates { vram_bytes: device.vram_bytes, speeds: Some(costs) };
+            let rates = GpuRates::of(&cpu, spec.ranks(), device.vram_bytes, device.pcie_bytes);
             let expected = |plan: &GpuPlan, spec: &Spec<'_>| on_gpu(plan, spec, &rates);
             let now = expected(&plan, spec)?;
             let part = |name, vram_bytes, ram_bytes, disk_bytes| MemoryPart { name, vram_bytes, ram_bytes, disk_bytes };
@@ -298,6 +305,7 @@ mod gpu {
                     1 => device.info.name.clone(),
                     n => format!("each of {n} x {}", device.info.name),
                 },
+                choice: device.choice.clone(),
                 is_assumed: device.is_assumed,
                 parts,
                 vram_limit_bytes: plan.vram,
@@ -407,6 +415,9 @@ impl std::fmt::Display for Plan {
                 _ if resident == all => writeln!(f)?,
                 _ => writeln!(f, ", about {:.0}% of a token's", 100.0 * expected_hits(resident as f64 / all as f64))?,
             }
+        }
+        if let Some(choice) = &self.choice {
+            writeln!(f, "GPUs      {choice}")?;
         }
         if self.draft_layers > 0 {
             writeln!(f, "drafts    {UNUSED_DRAFTS}")?;

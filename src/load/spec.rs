@@ -22,6 +22,7 @@ pub struct Spec<'a> {
     /// Of the routed experts; `None`: a dense model.
     pub precision: Option<Precisions>,
     kept: Kept,
+    ranks: usize, // GPUs that each have a share of the model
 }
 
 /// What keeps a checkpoint's routed experts as they are, exactly where that can be.
@@ -74,7 +75,11 @@ impl Kept {
 impl<'a> Spec<'a> {
     /// Decides the precision. Errors: no group size divides the experts' rows, or the chosen one does not.
     pub fn new(model: &'a ModelConfig, config: &'a EngineConfig, kept: Kept) -> Result<Self> {
-        Ok(Self { model, config, precision: precision(model, config, &kept)?, kept })
+        let ranks = match &config.device {
+            Device::Cuda(numbers) => numbers.len().max(1),
+            Device::Auto | Device::Cpu => 1,
+        };
+        Ok(Self { model, config, precision: precision(model, config, &kept)?, kept, ranks })
     }
 
     /// The same model and experts with other choices for everything else.
@@ -90,7 +95,7 @@ impl<'a> Spec<'a> {
     where
         'a: 'b,
     {
-        Spec::new(self.model, config, self.kept.clone())
+        Ok(Spec { ranks: self.ranks, ..Spec::new(self.model, config, self.kept.clone())? })
     }
 
     /// The routed experts; `None`: a dense model.
@@ -104,10 +109,12 @@ impl<'a> Spec<'a> {
 
     /// GPUs that each have a share of the model.
     pub(super) fn ranks(&self) -> usize {
-        match &self.config.device {
-            Device::Cuda(numbers) => numbers.len().max(1),
-            Device::Auto | Device::Cpu => 1,
-        }
+        self.ranks
+    }
+
+    /// The same on so many of them.
+    pub(super) fn on(&self, gpus: usize) -> Self {
+        Self { ranks: gpus, ..self.clone() }
     }
 
     /// What the GPU has that has the most.

@@ -36,6 +36,8 @@ pub const CONTEXT_BYTES: u64 = 680 << 20;
 pub struct GpuPlan {
     /// The device.
     pub device: DeviceInfo,
+    /// Why these GPUs, where there were others.
+    pub choice: Option<String>,
     /// VRAM that may be taken, driver included.
     pub vram: u64,
     /// Dense weights in VRAM, in bytes.
@@ -237,6 +239,7 @@ impl Planner<'_> {
         let kv_blocks = quarter.clamp(one, one * config.max_sequences);
         Attempt::Fits(Box::new(GpuPlan {
             device: self.device.clone(),
+            choice: None,
             vram: self.vram,
             weights: counted.weights,
             buffers: counted.buffers,

@@ -7,7 +7,7 @@ use crate::cuda::DeviceInfo;
 use crate::experts::cost::CostModel;
 use crate::experts::pool::expected_hits;
 use crate::load::spec::Spec;
-use crate::load::speed::{Expected, TokenWork};
+use crate::load::speed::{CpuRates, Expected, TokenWork};
 
 /// What a GPU and the box around it do in a second.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +16,18 @@ pub struct GpuRates {
     pub vram_bytes: f64,
     /// Of what experts in RAM need; `None` where there are none.
     pub speeds: Option<CostModel>,
+}
+
+impl GpuRates {
+    /// Of each of so many GPUs, whose links carry a part of an expert each.
+    pub fn of(cpu: &CpuRates, ranks: usize, vram_bytes: f64, pcie_bytes: f64) -> Self {
+        let speeds = CostModel {
+            cpu_bytes: CostModel::CPU_SHARE * cpu.read_bytes,
+            cpu_products: cpu.expert_products,
+            pcie_bytes: ranks as f64 * pcie_bytes,
+        };
+        Self { vram_bytes, speeds: Some(speeds) }
+    }
 }
 
 /// Products a second of long prompts: measured on Hopper, elsewhere in proportion to the width of the tensor cores.

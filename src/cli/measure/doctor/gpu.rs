@@ -58,31 +58,36 @@ fn devices(driver: Option<&str>) -> Vec<Finding> {
         )];
     }
     let each = devices.iter().enumerate().map(|(i, info)| device(i, info, driver));
-    each.chain((devices.len() > 1).then(|| together(devices.len()))).collect()
+    each.chain((devices.len() > 1).then(together)).collect()
 }
 
 /// Whether a model can be divided among the GPUs, and how fast they sum.
 #[cfg(feature = "cuda")]
-fn together(count: usize) -> Finding {
+fn together() -> Finding {
     use crate::cuda::{Cuda, Rank};
     const ROW: usize = 4096;
-    let count = count.min(crate::cuda::MAX_RANKS);
-    let measured = (0..count).map(Cuda::open).collect::<Result<Vec<_>>>().and_then(|devices| {
+    let (numbers, others) = crate::cuda::alike();
+    let others = (!others.is_empty()).then(|| others.join("; "));
+    if numbers.len() < 2 {
+        return finding("GPUs", "none can share a model with cuda:0", others.as_deref());
+    }
+    let measured = numbers.iter().map(|number| Cuda::open(*number)).collect::<Result<Vec<_>>>().and_then(|devices| {
         let ranks = Rank::of_devices(&devices)?;
         let rows = if devices[0].info.is_emulated() { 2 } else { 4096 };
         Ok((Rank::sum_seconds(&ranks, ROW)?, Rank::sum_seconds(&ranks, rows * ROW)?, rows))
     });
-    let what = format!("cuda:0 to cuda:{}", count - 1);
+    let names: Vec<String> = numbers.iter().map(|number| format!("cuda:{number}")).collect();
+    let what = names.join(", ");
     match measured {
         Err(error) => finding("GPUs", format!("{what} cannot share a model"), Some(&error.to_string())),
         Ok((one, many, rows)) => {
             let rate = (rows * ROW * 4) as f64 / many / 1e9;
             let (one, many) = (one * 1e6, many * 1e6);
             let value = format!(
-                "{what} can share a model: a sum of {ROW} numbers takes {one:.1} us, of {rows} such rows {many:.0} us \
-                 ({rate:.0} GB/s)"
+                "{what} can share a model, and --device auto takes those that make it faster: a sum of {ROW} numbers \
+                 takes {one:.1} us, of {rows} such rows {many:.0} us ({rate:.0} GB/s)"
             );
-            finding("GPUs", value, None)
+            finding("GPUs", value, others.as_deref())
         }
     }
 }
