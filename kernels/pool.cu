@@ -1,15 +1,24 @@
 // Copies experts that are on their way from pinned RAM into VRAM, beside a decode step (src/experts/pool.rs).
 //
-//   admit   copies the runs of a ring from the last one that was copied up to the `limit`-th, then says so in `done`
+//   admit        copies the runs of a ring from the last one that was copied up to the `limit`-th, then says so in
+//                `done`
+//   admit_limit  brings the host's count of runs to `limit`
 //
-// A run of the ring has 4 words of 64 bits: where it goes, where it lies, its bytes (a multiple of 16), and one unused.
-// The host writes runs and counts them; `fetch` (handoff.cu) brings that count to `limit` in front of every admit.
-// `head`: runs that were copied, as the device counts; `arrived`: 0 between launches.
+// An entry of the ring is some runs of bytes at equal distances. It has 4 words of 64 bits: where the first goes, where
+// it lies; bytes of a run and how many, distances here and there, of 32 bits each. All are multiples of 16 but the
+// number. The host writes entries and counts them; in front of every admit `fetch` (handoff.cu), or where there is none
+// admit_limit, brings that count to `limit`. `head`: entries that were copied, as the device counts; `arrived`: 0
+// between launches.
 //
 //   grid (blocks)
 #include "common.cuh"
 
 constexpr int ADMIT_THREADS = 256, RING_RUNS = 256, AT_ONCE = 8;
+
+// Where word `at` of some runs of `row` words is, which begin `pitch` words apart.
+__device__ __forceinline__ size_t word_of_runs(int at, int row, int runs, int pitch) {
+    return runs == 1 ? at : (size_t)(at / row) * pitch + at % row;
+}
 
 KERNEL(admit, ADMIT_THREADS, 0, const uint4* ring, uint32_t* head, const uint32_t* limit, uint32_t* arrived,
     uint32_t* done) {
@@ -19,18 +28,20 @@ KERNEL(admit, ADMIT_THREADS, 0, const uint4* ring, uint32_t* head, const uint32_
     const int first = blockIdx.x * ADMIT_THREADS + threadIdx.x, step = gridDim.x * ADMIT_THREADS;
     for (uint32_t run = from; run != to; run++) {
         const uint4* entry = ring + 2 * (size_t)(run % RING_RUNS);
-        const uint4 where = load_uncached(entry), size = load_uncached(entry + 1);
+        const uint4 where = load_uncached(entry), shape = load_uncached(entry + 1);
         uint4* out = reinterpret_cast<uint4*>((uint64_t)where.y << 32 | where.x);
         const uint4* in = reinterpret_cast<const uint4*>((uint64_t)where.w << 32 | where.z);
-        const int words = (int)(((uint64_t)size.y << 32 | size.x) / 16);
+        const int row = shape.x / 16, runs = shape.y, words = row * runs, in_pitch = shape.z / 16;
+        const int out_pitch = shape.w / 16;
         for (int i = first; i < words; i += AT_ONCE * step) {
             uint4 v[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++)
-                if (i + j * step < words) v[j] = load_uncached(in + i + j * step);
+                if (const int at = i + j * step; at < words)
+                    v[j] = load_uncached(in + word_of_runs(at, row, runs, in_pitch));
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++)
-                if (i + j * step < words) out[i + j * step] = v[j];
+                if (const int at = i + j * step; at < words) out[word_of_runs(at, row, runs, out_pitch)] = v[j];
         }
     }
     __threadfence_system();
@@ -41,4 +52,9 @@ KERNEL(admit, ADMIT_THREADS, 0, const uint4* ring, uint32_t* head, const uint32_
     *arrived = 0;
     *head = to;
     store_release_system(done, to);
+}
+
+KERNEL(admit_limit, 32, 0, const uint32_t* sent, uint32_t* limit) {
+    begin_kernel();
+    if (threadIdx.x == 0) *limit = load_acquire_system(sent);
 }

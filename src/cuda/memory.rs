@@ -317,14 +317,16 @@ impl<T> Drop for PinnedBuffer<T> {
 /// Memory of another owner, such as a mapped file, that the device copies from at full speed while this lives.
 pub struct Registered {
     host: *mut c_void,
-    address: Option<u64>,
 }
 
 // SAFETY: only the address is kept.
 unsafe impl Send for Registered {}
+// SAFETY: as above.
+unsafe impl Sync for Registered {}
 
 impl Registered {
-    /// Pins `bytes`, whole pages, where they lie. They must stay mapped while this lives. Errors: `Error::Device`.
+    /// Pins `bytes`, whole pages, where they lie, for all devices. They must stay mapped while this lives. Errors:
+    /// `Error::Device`.
     pub fn new(bytes: &[u8], file: bool) -> Result<Self> {
         // A mapped file is pinned only with the read-only flag.
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE
@@ -333,15 +335,15 @@ impl Registered {
         let host = bytes.as_ptr().cast_mut().cast::<c_void>();
         // SAFETY: the range is mapped; it is only read.
         succeed("pinning the experts", unsafe { sys::cuMemHostRegister_v2(host, bytes.len(), flags) })?;
-        let mut address = 0;
-        // SAFETY: writes one number.
-        let seen = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, host, 0) };
-        Ok(Self { host, address: (seen == sys::CUresult::CUDA_SUCCESS).then_some(address) })
+        Ok(Self { host })
     }
 
-    /// Where kernels see it; `None`: only copies do.
+    /// Where kernels of the calling thread's device see it; `None`: only copies do.
     pub fn address(&self) -> Option<u64> {
-        self.address
+        let mut address = 0;
+        // SAFETY: writes one number.
+        let seen = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, self.host, 0) };
+        (seen == sys::CUresult::CUDA_SUCCESS).then_some(address)
     }
 }
 

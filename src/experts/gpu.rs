@@ -21,11 +21,12 @@
 //! admissions   experts on their way into VRAM beside a step
 //! handoff      the CPU's part, through a mailbox
 //! learning     counts of chosen experts
+//! together     the pools of several ranks
 //! prompts      experts alone, of another engine's prompts
 //! ```
 //!
 //! With several GPUs each has a part of every expert's width, and the CPU's share is the first one's to add. All ranks
-//! decide alike where an expert is computed. The experts in VRAM stay there: none come beside a step.
+//! decide alike where an expert is computed, and have the same experts in VRAM.
 //!
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
 
@@ -38,6 +39,7 @@ mod products;
 pub mod prompts;
 mod residents;
 mod ring;
+mod together;
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -63,6 +65,7 @@ use parts::Parts;
 use products::{Choices, LayerInput, Products};
 use residents::Residents;
 use ring::Ring;
+use together::{Together, Turn};
 
 /// Tokens up to which experts in VRAM are multiplied as they are read, once for each token; sorted and in tiles beyond.
 /// Measured on an H200.
@@ -90,7 +93,7 @@ pub struct Sizes {
 
 /// All routed experts of a model.
 pub struct GpuExperts {
-    _registered: Vec<Registered>, // first: given up while `memory` is still mapped
+    registered: Arc<Vec<Registered>>, // first: given up while `memory` is still mapped
     cuda: Arc<Cuda>,
     cpu: CpuExperts,
     memory: Arc<ExpertMemory>,
@@ -100,6 +103,9 @@ pub struct GpuExperts {
     forced: Option<Prefill>,
     pool: Pool,
     admissions: Option<Admissions>, // `None`: the experts in VRAM stay as they were at the start
+    come: usize,                    // experts that came beside steps, and are found
+    together: Together,
+    taken_in: Turn, // on the first of several ranks: what the others have not heard of
     residents: Residents,
     ring: Ring,
     products: Products,
@@ -164,6 +170,14 @@ impl Buffers {
     }
 }
 
+/// What an executor begins with, beside its sizes.
+struct Start {
+    residency: Residency,
+    learning: Option<Learning>,
+    registered: Arc<Vec<Registered>>,
+    together: Together,
+}
+
 /// Counts of choices, unless every expert is in VRAM.
 fn learning(
     cuda: &Arc<Cuda>,
@@ -185,22 +199,17 @@ impl GpuExperts {
     pub fn new(
         cuda: Arc<Cuda>,
         heap: &Heap,
-        mut cpu: CpuExperts,
+        cpu: CpuExperts,
         sizes: Sizes,
         costs: CostModel,
         forced: Option<Prefill>,
     ) -> Result<Self> {
         let memory = cpu.memory().clone();
-        let parts = Parts::new(memory.clone(), sizes.share)?;
-        let (cache, shape) = (memory.cache(), parts.shape());
+        let (cache, shape) = (memory.cache(), memory.shape());
         let (layers, experts) = (shape.layers(), shape.experts);
         let path = cache.is_file().then(|| Popularity::path_of(cache.path()));
         let saved = path.as_deref().and_then(|path| Popularity::load(path, layers, experts));
         let popularity = saved.unwrap_or_else(|| Popularity::new(layers, experts));
-        let residency = Residency::new((0..layers).map(|layer| popularity.order(layer)), sizes.resident);
-        let Buffers { mut residents, ring, products, handoff, admissions } =
-            Buffers::new(&cuda, heap, (shape, parts.width()), cpu.epilogue(), &sizes)?;
-        residents.fill(&mut cpu, &parts, &residency)?;
         let registered = match (sizes.ring >= 2 || sizes.resident > 0) && sizes.resident < experts {
             // Not pinned is slower, not wrong: some systems allow it for no memory of files.
             true => memory
@@ -210,20 +219,62 @@ impl GpuExperts {
                 .collect(),
             false => Vec::new(),
         };
+        let start = Start {
+            residency: Residency::new((0..layers).map(|layer| popularity.order(layer)), sizes.resident),
+            learning: learning(&cuda, &shape, &sizes, popularity, path)?,
+            registered: Arc::new(registered),
+            together: Together::Alone,
+        };
+        Self::begin(cuda, heap, cpu, (sizes, costs, forced), start)
+    }
+
+    /// Another rank's, beside those of the `first`, before anything runs. Errors: as [`new`](GpuExperts::new).
+    pub fn of_rank(cuda: Arc<Cuda>, heap: &Heap, cpu: CpuExperts, share: Share, first: &mut Self) -> Result<Self> {
+        let start = Start {
+            residency: first.pool.residency().clone(),
+            learning: None,
+            registered: first.registered.clone(),
+            together: first.together.with_another(),
+        };
+        let sizes = Sizes { share, ..first.sizes };
+        let rank = Self::begin(cuda, heap, cpu, (sizes, first.costs, first.forced), start)?;
+        if rank.admissions.is_none() {
+            first.admissions = None; // nothing comes to one rank alone
+        }
+        Ok(rank)
+    }
+
+    fn begin(
+        cuda: Arc<Cuda>,
+        heap: &Heap,
+        mut cpu: CpuExperts,
+        (sizes, costs, forced): (Sizes, CostModel, Option<Prefill>),
+        Start { residency, learning, registered, together }: Start,
+    ) -> Result<Self> {
+        let memory = cpu.memory().clone();
+        let parts = Parts::new(memory.clone(), sizes.share)?;
+        let (layouts, shape) = (memory.cache().layouts(), parts.shape());
+        let Buffers { mut residents, ring, products, handoff, admissions } =
+            Buffers::new(&cuda, heap, (shape, parts.width()), cpu.epilogue(), &sizes)?;
+        residents.fill(&mut cpu, &parts, &residency)?;
         let admissions = match sizes.resident {
             0 => None,
-            _ if !sizes.share.is_whole() => None,
-            _ => Admissions::new(&cuda, &memory, &registered, admissions)?,
+            _ => Admissions::new(&cuda, (&memory, &parts), &registered, admissions)?,
         };
-        let bytes: Vec<usize> = cache.layouts().iter().map(ExpertLayout::bytes).collect();
+        // Experts of one layout have one size on every rank.
+        let kind = |of: &ExpertLayout| layouts.iter().position(|layout| layout == of).expect("one of them");
+        let kinds: Vec<usize> = layouts.iter().map(kind).collect();
         Ok(Self {
-            learning: learning(&cuda, shape, &sizes, popularity, path)?,
+            pool: Pool::new(residency, shape.experts, &kinds),
+            learning,
+            come: 0,
+            together,
+            taken_in: Turn::default(),
             parts,
             ring,
             products,
             handoff,
             residents,
-            pool: Pool::new(residency, experts, &bytes),
             admissions,
             sizes,
             costs,
@@ -233,7 +284,7 @@ impl GpuExperts {
             memory,
             cpu,
             cuda,
-            _registered: registered,
+            registered,
         })
     }
 
@@ -281,14 +332,19 @@ impl GpuExperts {
         self.learning.as_ref().map_or(Address::NULL, |learning| learning.counts(layer * self.experts()))
     }
 
+    /// Of the experts on their way, how many have come to all ranks.
+    fn arrived(&self) -> usize {
+        let own = self.come + self.admissions.as_ref().map_or(0, Admissions::come);
+        self.together.come(own) - self.come
+    }
+
     /// Takes in what was chosen in a layer of a recorded pass, and sends experts on their way.
-    fn chosen(&mut self, layer: usize) {
-        let Self { pool, admissions, residents, memory, handoff, .. } = &mut *self;
+    fn chosen(&mut self, layer: usize, ids: &[i32], arrived: usize) {
+        let Self { pool, admissions, residents, parts, .. } = &mut *self;
         let before = pool.choices().hits;
-        let arrived = admissions.as_ref().map_or(0, Admissions::come);
-        pool.chosen(LayerChoices { layer, ids: handoff.ids(), arrived }, |admission| {
+        pool.chosen(LayerChoices { layer, ids, arrived }, |admission| {
             if let Some(admissions) = admissions {
-                admissions.send(memory, admission, residents.address(admission.slot));
+                admissions.send(parts, admission, residents.address(admission.slot));
             }
         });
         self.vram_bytes += (self.pool.choices().hits - before) * self.memory.cache().layout(layer).bytes() as u64;
@@ -348,21 +404,25 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             Some(GpuPart::Few { table }) => self.products.few_down(table, choices, out),
             Some(GpuPart::Many { table }) => self.products.combine(table, choices, out.f32()),
         }
-        if cpu {
-            let Choices { layer, tokens, top_k, .. } = choices;
-            let admissions = self.admissions.as_ref().filter(|_| self.cuda.is_rehearsing());
-            let limit = admissions.map_or(Limit::NONE, |admissions| admissions.limit(layer));
-            let is_last = layer + 1 == self.pool.residency().layers();
-            if let (true, Some(admissions)) = (is_last && layer > 0, admissions) {
-                admissions.join(&self.cuda);
+        let Choices { layer, tokens, top_k, .. } = choices;
+        let admissions = self.admissions.as_ref().filter(|_| self.cuda.is_rehearsing());
+        let is_last = layer + 1 == self.pool.residency().layers();
+        if let (true, Some(admissions)) = (is_last && layer > 0, admissions) {
+            admissions.join(&self.cuda);
+        }
+        match (cpu, admissions) {
+            (true, _) => {
+                let limit = admissions.map_or(Limit::NONE, |admissions| admissions.limit(layer));
+                self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), limit, out);
             }
-            self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), limit, out);
-            if let (false, Some(admissions)) = (is_last, admissions) {
-                admissions.admit(&self.cuda, layer);
-            }
-            if !self.cuda.is_recording() {
-                self.handoff.serve(&self.cuda, &mut self.cpu, layer, tokens, top_k)?;
-            }
+            (false, Some(admissions)) => admissions.take_limit(&self.cuda, layer),
+            (false, None) => {}
+        }
+        if let (false, Some(admissions)) = (is_last, admissions) {
+            admissions.admit(&self.cuda, layer);
+        }
+        if cpu && !self.cuda.is_recording() {
+            self.handoff.serve(&self.cuda, &mut self.cpu, layer, tokens, top_k)?;
         }
         Ok(())
     }
@@ -381,7 +441,12 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             // All layers, whatever happened in one: the device waits in each.
             failed = failed.and(self.handoff.serve(&self.cuda, &mut self.cpu, layer, tokens, self.sizes.top_k));
             if failed.is_ok() {
-                self.chosen(layer);
+                let (ids, arrived) = (self.handoff.take_ids(), self.arrived());
+                self.chosen(layer, &ids, arrived);
+                if matches!(self.together, Together::First(_)) && self.admissions.is_some() {
+                    self.taken_in.chosen.push((ids.clone(), arrived));
+                }
+                self.handoff.give_back(ids);
             }
         }
         self.pool.turn();
@@ -389,17 +454,39 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     }
 
     fn between_passes(&mut self) -> Result<()> {
-        if let Some(learning) = &mut self.learning {
-            learning.pass(&self.cuda, self.sizes.top_k)?;
+        self.together.tell(self.come + self.admissions.as_ref().map_or(0, Admissions::come));
+        let arrived = self.arrived();
+        let taken_in = std::mem::take(&mut self.taken_in);
+        let turn = self.together.turn(|| Turn { arrived, ..taken_in });
+        let arrived = match (turn?, &self.together) {
+            (Some(turn), Together::Other { .. }) => {
+                for (layer, (ids, arrived)) in turn.chosen.iter().enumerate() {
+                    if layer + 1 == turn.chosen.len() {
+                        self.pool.make_room();
+                    }
+                    self.chosen(layer, ids, *arrived);
+                }
+                if !turn.chosen.is_empty() {
+                    self.pool.turn();
+                }
+                turn.arrived
+            }
+            _ => arrived,
+        };
+        if let Some(admissions) = &mut self.admissions {
+            admissions.take(arrived);
         }
-        let come = self.admissions.as_mut().map_or(0, Admissions::take_come);
-        self.pool.arrived(come);
+        self.come += arrived;
+        self.pool.arrived(arrived);
         if !self.pool.moved().is_empty() {
             self.residents.update(self.pool.residency(), self.pool.moved());
             self.pool.moved().iter().for_each(|&(layer, _)| self.ring.forget(layer));
             self.pool.written();
         }
-        Ok(())
+        match &mut self.learning {
+            Some(learning) => learning.pass(&self.cuda, self.sizes.top_k),
+            None => Ok(()),
+        }
     }
 
     fn traffic(&self) -> Traffic {

@@ -156,12 +156,14 @@ impl Reads {
 }
 
 impl Pool {
-    /// A pool of the slots of `residency`. `bytes`: of an expert of each layer; a slot is as large as its first expert.
-    pub fn new(residency: Residency, experts: usize, bytes: &[usize]) -> Self {
-        let mut sizes = bytes.to_vec();
+    /// A pool of the slots of `residency`. `sizes` are equal of layers whose experts take as much, and may take each
+    /// other's slots.
+    pub fn new(residency: Residency, experts: usize, sizes: &[usize]) -> Self {
+        let of_layers = sizes;
+        let mut sizes = sizes.to_vec();
         sizes.sort_unstable();
         sizes.dedup();
-        let class_of: Vec<usize> = bytes.iter().map(|of| sizes.partition_point(|size| size < of)).collect();
+        let class_of: Vec<usize> = of_layers.iter().map(|of| sizes.partition_point(|size| size < of)).collect();
         let mut classes: Vec<Class> = sizes.iter().map(|_| Class::default()).collect();
         for slot in 0..residency.slots() {
             let (layer, _) = residency.in_slot(slot).expect("all slots are taken at first");

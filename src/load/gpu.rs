@@ -116,14 +116,17 @@ pub(super) fn assemble(
             PrefillOn::Cpu => Some(Prefill::Cpu),
             PrefillOn::Gpu => Some(Prefill::Gpu),
         };
-        let mut first = Some(cpu);
-        for (rank, (cuda, executor)) in devices.iter().zip(&mut executors).enumerate() {
+        let share = |rank| Share { rank, of: devices.len() };
+        cuda.enter_thread()?;
+        let sizes = Sizes { share: share(0), ..sizes };
+        let mut first = GpuExperts::new(cuda.clone(), &heap, cpu, sizes, measured, forced)?;
+        for (rank, (cuda, executor)) in devices.iter().zip(&mut executors).enumerate().skip(1) {
             cuda.enter_thread()?;
             // The CPU's share is computed once; other ranks ask for nothing.
-            let cpu = first.take().map_or_else(|| cpu_of(sizes.top_k), Ok)?;
-            let sizes = Sizes { share: Share { rank, of: devices.len() }, ..sizes };
-            *executor = Some(Box::new(GpuExperts::new(cuda.clone(), &heap, cpu, sizes, measured, forced)?));
+            let cpu = cpu_of(sizes.top_k)?;
+            *executor = Some(Box::new(GpuExperts::of_rank(cuda.clone(), &heap, cpu, share(rank), &mut first)?));
         }
+        executors[0] = Some(Box::new(first));
     }
     cuda.enter_thread()?;
     let backend = &parts[0].0;

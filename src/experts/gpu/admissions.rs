@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! host      writes an expert's runs into the ring, and counts them
-//! device    fetch takes the count along, admit copies up to it and counts what has come
+//! device    fetch takes the count along, or admit_limit; admit copies up to it and counts what has come
 //! ```
 
 use std::collections::VecDeque;
@@ -11,6 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::parts::Parts;
 use crate::Result;
 use crate::cuda::kernels::pool::RING_RUNS;
 use crate::cuda::{Address, Cuda, CudaEvent, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
@@ -30,7 +31,7 @@ pub(super) struct Admissions {
     ends: VecDeque<u32>, // of each expert on its way: `sent` after its last run
     fetched: CudaEvent,  // when a layer's sum had come
     admitted: CudaEvent, // when the branch had ended
-    copied_bytes: u64,   // since the start
+    copied_bytes: u64,   // since the start, of all ranks together
 }
 
 /// The memory of it.
@@ -67,17 +68,14 @@ impl Admissions {
     /// Of experts in pinned memory; `None`: some of it is not pinned, or not in pieces that the kernel copies.
     pub(super) fn new(
         cuda: &Arc<Cuda>,
-        memory: &ExpertMemory,
+        (memory, parts): (&ExpertMemory, &Parts),
         registered: &[Registered],
         buffers: Buffers,
     ) -> Result<Option<Self>> {
         let regions = memory.regions();
-        let whole = |layout: &moebius_cache::pack::ExpertLayout| {
-            layout.gate.tile_bytes().is_multiple_of(16) && layout.down.tile_bytes().is_multiple_of(16)
-        };
         let addresses: Option<Vec<u64>> = registered.iter().map(Registered::address).collect();
         match addresses {
-            Some(addresses) if addresses.len() == regions.len() && memory.cache().layouts().iter().all(whole) => {
+            Some(addresses) if addresses.len() == regions.len() && parts.are_multiples_of(16) => {
                 let range = |region: &[u8]| region.as_ptr().addr()..region.as_ptr().addr() + region.len();
                 Ok(Some(Self {
                     regions: regions.into_iter().map(range).zip(addresses).collect(),
@@ -94,18 +92,20 @@ impl Admissions {
     }
 
     /// Sends an expert to its slot, which begins at `to`.
-    pub(super) fn send(&mut self, memory: &ExpertMemory, admission: Admission, to: Address<u8>) {
+    pub(super) fn send(&mut self, parts: &Parts, admission: Admission, to: Address<u8>) {
         let Admission { layer, expert, .. } = admission;
         let Self { regions, buffers, sent, copied_bytes, .. } = self;
-        memory.each_run(layer, expert as usize..expert as usize + 1, |offset, bytes| {
-            let host = bytes.as_ptr().addr();
+        parts.each(layer, expert as usize, |offset, runs| {
+            let host = runs.from.as_ptr().addr();
             let region = regions.iter().find(|(range, _)| range.contains(&host)).expect("all experts are pinned");
             let from = region.1 + (host - region.0.start) as u64;
+            let both = |low: usize, high: usize| low as u64 | (high as u64) << 32;
+            let shape = [both(runs.bytes, runs.count), both(runs.from_pitch, runs.to_pitch)];
             let at = 4 * (*sent as usize % RING_RUNS);
-            buffers.ring[at..at + 3].copy_from_slice(&[to.add(offset).to_u64(), from, bytes.len() as u64]);
+            buffers.ring[at..at + 4].copy_from_slice(&[to.add(offset).to_u64(), from, shape[0], shape[1]]);
             *sent = sent.wrapping_add(1);
-            *copied_bytes += bytes.len() as u64;
         });
+        *copied_bytes += parts.whole_bytes(layer) as u64;
         self.ends.push_back(self.sent);
         self.buffers.counts.atomic(0).store(self.sent, Ordering::Release);
     }
@@ -116,11 +116,15 @@ impl Admissions {
         self.ends.iter().take_while(|&&end| done.wrapping_sub(end) as i32 >= 0).count()
     }
 
-    /// Forgets those that have come, and returns their number.
-    pub(super) fn take_come(&mut self) -> usize {
-        let n = self.come();
+    /// Forgets the first `n` of those that have come.
+    pub(super) fn take(&mut self, n: usize) {
         self.ends.drain(..n);
-        n
+    }
+
+    /// Enqueues what takes the count of runs along to a layer, where no `fetch` does.
+    pub(super) fn take_limit(&self, cuda: &Cuda, layer: usize) {
+        let Limit { sent, limit } = self.limit(layer);
+        launch!(cuda, &cuda.compute, kernels::admit_limit, [1, 1, 1]; sent, limit);
     }
 
     /// What a layer's `fetch` is given.

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use moebius_cache::pack::TilePart;
+use moebius_cache::pack::{ExpertLayout, TilePart};
 
 use crate::Result;
-use crate::cuda::{Address, Cuda};
+use crate::cuda::{Address, Cuda, Runs};
 use crate::experts::{ExpertMemory, ExpertShape};
 use crate::model::Share;
 
@@ -50,17 +50,32 @@ impl Parts {
 
     /// Enqueues the copies of some experts, which come to lie one after the other.
     pub(super) fn upload(&self, cuda: &Cuda, layer: usize, experts: Range<usize>, to: Address<u8>) {
-        let Self { memory, share, shape, width, down } = self;
-        if share.is_whole() {
-            memory.each_run(layer, experts, |offset, bytes| cuda.upload(&cuda.copy, to.add(offset), bytes));
-            return;
+        if self.share.is_whole() {
+            let put = |offset, bytes: &[u8]| cuda.upload(&cuda.copy, to.add(offset), bytes);
+            return self.memory.each_run(layer, experts, put);
         }
-        let part = &shape.layouts[layer];
         for (i, expert) in experts.enumerate() {
-            let to = to.add(i * part.bytes());
-            memory.each_part((layer, expert), (part, width, &down[layer]), |offset, runs| {
-                cuda.upload_runs(&cuda.copy, to.add(offset), runs)
-            });
+            let to = to.add(i * self.shape.layouts[layer].bytes());
+            self.each(layer, expert, |offset, runs| cuda.upload_runs(&cuda.copy, to.add(offset), runs));
         }
+    }
+
+    /// The rank's bytes of an expert: `put(where, runs)` is called with what lies together, and where it belongs.
+    pub(super) fn each<'a>(&'a self, layer: usize, expert: usize, mut put: impl FnMut(usize, Runs<'a>)) {
+        let Self { memory, share, shape, width, down } = self;
+        match share.is_whole() {
+            true => memory.each_run(layer, expert..expert + 1, |offset, from| {
+                put(offset, Runs { from, from_pitch: from.len(), to_pitch: from.len(), bytes: from.len(), count: 1 });
+            }),
+            false => memory.each_part((layer, expert), (&shape.layouts[layer], width, &down[layer]), put),
+        }
+    }
+
+    /// Whether all that is copied are multiples of `bytes`.
+    pub(super) fn are_multiples_of(&self, bytes: usize) -> bool {
+        let tiles = |layout: &ExpertLayout| [layout.gate.tile_bytes(), layout.down.tile_bytes()];
+        let layouts = self.memory.cache().layouts().iter().chain(self.shape.layouts.iter());
+        let parts = self.down.iter().flatten().flat_map(|part| [part.from, part.to, part.bytes]);
+        layouts.flat_map(tiles).chain(parts).all(|n| n.is_multiple_of(bytes))
     }
 }
