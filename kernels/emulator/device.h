@@ -71,24 +71,51 @@ struct PeerStore {
     uint4 value;
 };
 
-struct Fiber;
-extern thread_local Fiber* current;
 void waited();
 
 // Where a thread stands.
 struct Place {
     dim3 thread, block, block_dim, grid_dim;
-    unsigned lane;
+    unsigned lane, warp;
 };
-const Place& place();
 
-// All lanes of `mask` bring `size` bytes; the last to come calls `combine` on all 32 of them; each takes back what then
-// is its own. Returns the array of all lanes' bytes, good until the next meeting.
+// A fiber's stack begins at a multiple of STACK bytes, with what is known of the fiber. That lies in other cache lines
+// than the neighbours': a cache has room for few lines from equal places of pages.
+constexpr size_t STACK = 256 << 10, FIBER = 192;
+inline unsigned char* fiber_of(uintptr_t stack) {
+    return (unsigned char*)(stack / STACK * STACK + stack / STACK % 64 * FIBER);
+}
+inline const Place& place() {
+    uintptr_t stack;
+    asm("mov %%rsp, %0" : "=r"(stack)); // not volatile: it stays the same for a thread
+    return *(const Place*)fiber_of(stack);
+}
+
+// All lanes of `mask` bring a value; the last to come calls `combine` on all 32 of them; each takes back what then is
+// its own. Returns the array of all lanes' bytes, good until the next meeting.
 constexpr int MAIL = 64;
 struct alignas(16) Mail {
     unsigned char bytes[MAIL];
 };
-Mail* meet(unsigned mask, const void* mine, int size, void (*combine)(Mail* all));
+typedef void Combine(Mail* all);
+struct Fiber;
+// Lanes of a warp that meet under one mask.
+struct Meeting {
+    unsigned mask, arrived, num_waiting;
+    int phase;
+    Fiber* waiting[32];
+    Mail mail[2][32];
+};
+Meeting& meeting(unsigned mask); // of the calling thread's warp
+void arrive(Meeting& meeting, Combine* combine);
+template <class T> inline Mail* meet(unsigned mask, const T& mine, Combine* combine = nullptr) {
+    static_assert(sizeof(T) <= MAIL);
+    Meeting& m = meeting(mask);
+    Mail* all = m.mail[m.phase];
+    memcpy(all[place().lane].bytes, &mine, sizeof(T));
+    arrive(m, combine);
+    return all;
+}
 
 void block_barrier(int id, unsigned threads); // threads == 0: all that live
 void add_copy(const Copy& copy);
@@ -127,7 +154,7 @@ template <class... A, void (*F)(A...)> struct Invoker<F> {
 };
 
 template <class T> inline T shuffle(unsigned mask, T x, unsigned from) {
-    Mail* all = meet(mask, &x, sizeof(T), nullptr);
+    Mail* all = meet(mask, x);
     T y;
     memcpy(&y, all[from % 32].bytes, sizeof(T));
     return y;
@@ -147,10 +174,7 @@ template <class T> inline T shuffle(unsigned mask, T x, unsigned from) {
 #define gridDim (emulator::place().grid_dim)
 
 inline void __syncthreads() { emulator::block_barrier(0, 0); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) {
-    char c = 0;
-    emulator::meet(mask, &c, 1, nullptr);
-}
+inline void __syncwarp(unsigned mask = 0xffffffffu) { emulator::arrive(emulator::meeting(mask), nullptr); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() { emulator::land_peer_stores(); }
@@ -171,7 +195,7 @@ template <class T> inline T __shfl_up_sync(unsigned mask, T x, unsigned by, int 
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
     predicate = predicate != 0;
-    emulator::Mail* all = emulator::meet(mask, &predicate, sizeof predicate, nullptr);
+    emulator::Mail* all = emulator::meet(mask, predicate);
     unsigned votes = 0;
     for (int i = 0; i < 32; i++) {
         int vote;
@@ -256,7 +280,7 @@ inline float f16_value(uint16_t bits) {
 inline float fast_exp2(float x) { return exp2f(x); }
 
 template <int N, bool TRANS> inline void ldmatrix(uint32_t* r, const void* row) {
-    emulator::Mail* all = emulator::meet(0xffffffffu, &row, sizeof row, nullptr);
+    emulator::Mail* all = emulator::meet(0xffffffffu, row);
     unsigned lane = emulator::place().lane;
     for (int m = 0; m < N; m++) {
         auto address = [&](unsigned i) {
@@ -295,7 +319,7 @@ inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[
     memcpy(mail.a, a, sizeof a);
     memcpy(mail.b, b, sizeof b);
     memcpy(mail.c, c, sizeof c);
-    emulator::Mail* all = emulator::meet(0xffffffffu, &mail, sizeof mail, emulator::mma);
+    emulator::Mail* all = emulator::meet(0xffffffffu, mail, emulator::mma);
     memcpy(c, ((emulator::MmaMail*)all[emulator::place().lane].bytes)->c, sizeof c);
 }
 
@@ -382,7 +406,13 @@ inline void tensor_copy(void* shared, const TensorMap* map, uint64_t* barrier, i
     }
     emulator::add_box((emulator::Mbarrier*)barrier, shared, *map, c0, c1, c2);
 }
-inline uint64_t wgmma_operand(const void* p) { return (uint64_t)p; }
+inline uint64_t wgmma_operand(const void* p) {
+    if ((uintptr_t)p % 16) {
+        fprintf(stderr, "wgmma_operand: not aligned to 16 bytes\n");
+        abort();
+    }
+    return (uint64_t)p;
+}
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulator::commit_products(); }
 template <int N> inline void wgmma_wait() {
@@ -392,44 +422,62 @@ template <int N> inline void wgmma_wait() {
 template <int C> inline void wgmma_landed(float (&)[C][4]) {}
 inline void shared_to_async() {}
 namespace emulator {
-inline float wgmma_number(uint64_t operand, int row, int k) {
-    uint64_t at = operand + 128 * (uint64_t)row + 2 * (uint64_t)k;
-    uint16_t bits;
-    memcpy(&bits, (const void*)(at ^ (at >> 7 & 7) << 4), 2);
-    return bf16_value(bits);
+// Where number k of a row is: 16 bytes lie together.
+inline const void* wgmma_number(uint64_t operand, int row, int k) {
+    const uint64_t at = operand + 128 * (uint64_t)row + 2 * (uint64_t)k;
+    return (const void*)(at ^ (at >> 7 & 7) << 4);
 }
-// `row(half, x)`: a's 16 numbers in row g or g + 8 of this lane's warp.
-template <int COLUMNS, class Row> inline void add_wgmma(float (*d)[4], Row row, uint64_t b) {
+struct WgmmaRow {
+    float x[16];
+};
+inline WgmmaRow wgmma_row(uint64_t operand, int row) {
+    WgmmaRow out;
+    for (int k = 0; k < 16; k += 8) {
+        uint16_t bits[8];
+        memcpy(bits, wgmma_number(operand, row, k), sizeof bits);
+        for (int i = 0; i < 8; i++) out.x[k + i] = bf16_value(bits[i]);
+    }
+    return out;
+}
+// The two rows of a that this lane has to do with, out of the registers of the four lanes that have them.
+struct WgmmaRows {
+    WgmmaRow half[2];
+};
+inline WgmmaRows wgmma_rows(const uint32_t (&a)[4]) {
+    const Mail* all = meet(0xffffffffu, a);
+    WgmmaRows out;
+    for (int t = 0; t < 4; t++) {
+        uint32_t word[4];
+        memcpy(word, all[threadIdx.x % 32 / 4 * 4 + t].bytes, sizeof word);
+        for (int i = 0; i < 8; i++) // two halves of two words of two numbers
+            out.half[i & 1].x[(i & 2) * 4 + 2 * t + (i >> 2)] = bf16_value(word[i & 3] >> (i >> 2) * 16 & 0xffff);
+    }
+    return out;
+}
+// `rows()`: of a, this lane's.
+template <int COLUMNS, class Rows> inline void add_wgmma(float (*d)[4], Rows rows, uint64_t b) {
     const int lane = (int)threadIdx.x % 32;
     add_product([=] {
-        for (int half = 0; half < 2; half++) {
-            float x[16];
-            row(half, x);
-            for (int j = 0; j < COLUMNS; j++)
-                for (int e = 0; e < 2; e++)
-                    for (int k = 0; k < 16; k++)
-                        d[j][2 * half + e] += x[k] * wgmma_number(b, 8 * j + lane % 4 * 2 + e, k);
-        }
+        const WgmmaRows a = rows();
+        for (int j = 0; j < COLUMNS; j++)
+            for (int e = 0; e < 2; e++) {
+                const WgmmaRow y = wgmma_row(b, 8 * j + lane % 4 * 2 + e);
+                float sums[2] = {d[j][e], d[j][2 + e]};
+                for (int k = 0; k < 16; k++)
+                    for (int half = 0; half < 2; half++) sums[half] += a.half[half].x[k] * y.x[k];
+                for (int half = 0; half < 2; half++) d[j][2 * half + e] = sums[half];
+            }
     });
 }
 } // namespace emulator
 template <int C> inline void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) {
     const int first = (int)threadIdx.x / 32 % 4 * 16 + (int)threadIdx.x % 32 / 4;
-    auto row = [=](int half, float* x) {
-        for (int k = 0; k < 16; k++) x[k] = emulator::wgmma_number(a, first + half * 8, k);
-    };
-    emulator::add_wgmma<C>(d, row, b);
+    emulator::add_wgmma<C>(
+        d, [=] { return emulator::WgmmaRows{{emulator::wgmma_row(a, first), emulator::wgmma_row(a, first + 8)}}; }, b);
 }
 template <int N, int C> inline void wgmma(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
-    emulator::Mail* all = emulator::meet(0xffffffffu, a, sizeof a, nullptr);
-    struct {
-        uint32_t word[4][4];
-    } rows; // of the four lanes that have them
-    for (int t = 0; t < 4; t++) memcpy(rows.word[t], all[threadIdx.x % 32 / 4 * 4 + t].bytes, sizeof a);
-    auto row = [=](int half, float* x) {
-        for (int k = 0; k < 16; k++) x[k] = bf16_value(rows.word[k % 8 / 2][k / 8 * 2 + half] >> k % 2 * 16 & 0xffff);
-    };
-    emulator::add_wgmma<N / 8>(d, row, b);
+    const emulator::WgmmaRows rows = emulator::wgmma_rows(a);
+    emulator::add_wgmma<N / 8>(d, [=] { return rows; }, b);
 }
 template <int C> inline void wgmma_set(float (&d)[C][4], uint64_t a, uint64_t b) {
     float (*sums)[4] = d;
@@ -442,26 +490,22 @@ template <int C> inline void wgmma_set(float (&d)[C][4], uint64_t a, uint64_t b)
 // Where it is and, in the upper bits, how far the next 64 columns are.
 inline uint64_t wgmma_operand_columns(const void* p, int step) { return (uint64_t)p | (uint64_t)(step >> 4) << 48; }
 template <int C> inline void wgmma_columns(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
-    emulator::Mail* all = emulator::meet(0xffffffffu, a, sizeof a, nullptr);
-    struct {
-        uint32_t word[4][4];
-    } rows; // of the four lanes that have them
-    for (int t = 0; t < 4; t++) memcpy(rows.word[t], all[threadIdx.x % 32 / 4 * 4 + t].bytes, sizeof a);
+    const emulator::WgmmaRows rows = emulator::wgmma_rows(a);
     const int lane = (int)threadIdx.x % 32;
     const uint64_t base = b << 16 >> 16, step = b >> 48 << 4;
     float (*sums)[4] = d;
     emulator::add_product([=] {
-        for (int j = 0; j < C; j++)
-            for (int e = 0; e < 2; e++) {
-                const int column = 8 * j + lane % 4 * 2 + e;
-                for (int k = 0; k < 16; k++) {
-                    // A number of row k of the 64 columns it is in.
-                    const float y = emulator::wgmma_number(base + column / 64 * step, k, column % 64);
+        for (int j = 0; j < C; j++) {
+            const int column = 8 * j + lane % 4 * 2; // and the next
+            for (int k = 0; k < 16; k++) {
+                // Of row k of the 64 columns they are in.
+                uint32_t two;
+                memcpy(&two, emulator::wgmma_number(base + column / 64 * step, k, column % 64), sizeof two);
+                for (int e = 0; e < 2; e++)
                     for (int half = 0; half < 2; half++)
-                        sums[j][2 * half + e] +=
-                            bf16_value(rows.word[k % 8 / 2][k / 8 * 2 + half] >> k % 2 * 16 & 0xffff) * y;
-                }
+                        sums[j][2 * half + e] += rows.half[half].x[k] * bf16_value(two >> 16 * e & 0xffff);
             }
+        }
     });
 }
 template <int N> inline void fewer_registers() {}

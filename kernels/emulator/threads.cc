@@ -33,70 +33,74 @@ emulator_switch:
     pop %r12
     pop %rbx
     pop %rbp
-    ret
+    pop %rcx
+    jmp *%rcx
 )");
 
-constexpr size_t STACK = 256 << 10, MOST_SHARED = 256 << 10; // what a launch may ask for is less
+constexpr size_t MOST_SHARED = 256 << 10; // what a launch may ask for is less
+constexpr size_t STAGGER = 832;
 constexpr unsigned MAX_THREADS = 1024;
 
-struct Fiber {
+struct Block;
+struct alignas(64) Fiber : Place {
+    Block* owner;
     void* sp;
-    Place place;
     std::vector<Copy> copies;
     std::vector<PeerStore> stores;                            // that no other device can see yet
-    int group, landed;                                        // copy groups: the open one, and how many have landed
+    int group;                                                // of copies: the open one
     std::vector<std::vector<std::function<void()>>> products; // of warpgroups, by group
 };
-
-// Lanes of a warp that meet under one mask.
-struct Meeting {
-    unsigned mask, arrived;
-    int phase;
-    Mail mail[2][32];
-    unsigned waiting[32], num_waiting;
-};
+static_assert(sizeof(Fiber) == FIBER);
 
 struct Barrier {
     unsigned arrived, needed;
-    std::vector<unsigned> waiting;
+    std::vector<Fiber*> waiting;
 };
 
 struct Block {
-    std::vector<Fiber> fibers = std::vector<Fiber>(MAX_THREADS);
     unsigned char *stacks, *shared_end; // as many bytes behind it as in front of it cannot be touched
     void* main_sp;
     unsigned char* shared;          // null: the kernel has not asked for it
     const Launch* launch = nullptr; // that runs now
     bool failed;
+    unsigned made = 0; // fibers
     unsigned threads, live;
-    std::vector<unsigned> ready; // a ring
+    Fiber* ready[MAX_THREADS]; // a ring
     unsigned first, count;
     std::vector<std::vector<Meeting>> meetings = std::vector<std::vector<Meeting>>(MAX_THREADS / 32);
     Barrier barriers[16];
     unsigned launches = 0;
 
-    Block() : ready(MAX_THREADS) {
-        stacks = (unsigned char*)mmap(
-            nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    Block() {
+        stacks = (unsigned char*)mmap(nullptr, STACK * (MAX_THREADS + 1), PROT_READ | PROT_WRITE,
+            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         auto* shared =
             (unsigned char*)mmap(nullptr, 2 * MOST_SHARED, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (stacks == MAP_FAILED || shared == MAP_FAILED) abort();
+        stacks += STACK - (uintptr_t)stacks % STACK;
         shared_end = shared + MOST_SHARED;
         mprotect(shared_end, MOST_SHARED, PROT_NONE);
     }
     const char* name() const { return launch->kernel->name; }
-    void push(unsigned fiber) { ready[(first + count++) % MAX_THREADS] = fiber; }
+    Fiber& fiber(unsigned i) { return *(Fiber*)fiber_of((uintptr_t)stacks + STACK * i); }
+    void push(Fiber* fiber) { ready[(first + count++) % MAX_THREADS] = fiber; }
+    Fiber& pop() {
+        Fiber& next = *ready[first];
+        first = (first + 1) % MAX_THREADS;
+        count--;
+        if (count) __builtin_prefetch(ready[first]->sp); // the one after it
+        return next;
+    }
 };
 
-thread_local Block* block;
-thread_local Fiber* current;
+static thread_local Block* block;
 
-const Place& place() { return current->place; }
+static Fiber& self() { return (Fiber&)place(); }
 
 // It ends at `shared_end`, or as near as its alignment allows.
 void* dynamic_shared(size_t alignment) {
-    const size_t bytes = block->launch->shared_bytes;
-    return block->shared = block->shared_end - (bytes + alignment - 1) / alignment * alignment;
+    Block& b = *self().owner;
+    return b.shared = b.shared_end - (b.launch->shared_bytes + alignment - 1) / alignment * alignment;
 }
 // What lies in between is NaN, and must stay it.
 static bool wrote_past_shared() {
@@ -114,9 +118,9 @@ static void end_block(int, siginfo_t* info, void*) {
         sigaction(SIGSEGV, &handler_before, nullptr);
         return;
     }
-    const Place& place = current->place;
-    fprintf(stderr, "kernel %s: thread %u of block (%u, %u, %u) touched %p, ", block->name(), place.thread.x,
-        place.block.x, place.block.y, place.block.z, info->si_addr);
+    const Place& at = place();
+    fprintf(stderr, "kernel %s: thread %u of block (%u, %u, %u) touched %p, ", block->name(), at.thread.x, at.block.x,
+        at.block.y, at.block.z, info->si_addr);
     const ptrdiff_t past = (unsigned char*)info->si_addr - block->shared_end;
     if (past >= 0 && past < (ptrdiff_t)MOST_SHARED)
         fprintf(stderr, "past the end of its %zu bytes of dynamic shared memory\n", block->launch->shared_bytes);
@@ -134,75 +138,81 @@ static void catch_faults() {
 }
 
 static void stuck() {
-    fprintf(stderr, "kernel %s: %u threads of block (%u, %u, %u) wait for others that never come\n", block->name(),
-        block->live, current->place.block.x, current->place.block.y, current->place.block.z);
+    const Fiber& f = self();
+    fprintf(stderr, "kernel %s: %u threads of block (%u, %u, %u) wait for others that never come\n", f.owner->name(),
+        f.owner->live, f.block.x, f.block.y, f.block.z);
     abort();
 }
 
 // Runs other fibers; returns when this fiber is ready again.
-static void wait() {
-    Block& b = *block;
+static void wait(Fiber& self) {
+    Block& b = *self.owner;
     if (b.count == 0) stuck();
-    Fiber* self = current;
-    unsigned next = b.ready[b.first];
-    b.first = (b.first + 1) % MAX_THREADS;
-    b.count--;
-    current = &b.fibers[next];
-    if (current != self) emulator_switch(&self->sp, current->sp);
+    Fiber& next = b.pop();
+    if (&next != &self) emulator_switch(&self.sp, next.sp);
 }
 
-static void release(Barrier& barrier) {
-    for (unsigned fiber : barrier.waiting) block->push(fiber);
+static void release(Block& block, Barrier& barrier) {
+    for (Fiber* fiber : barrier.waiting) block.push(fiber);
     barrier.waiting.clear();
     barrier.arrived = 0;
 }
 
 void block_barrier(int id, unsigned threads) {
-    Barrier& barrier = block->barriers[id];
+    Fiber& f = self();
+    Barrier& barrier = f.owner->barriers[id];
     barrier.needed = threads;
     barrier.arrived++;
-    if (barrier.arrived == (threads ? threads : block->live)) return release(barrier);
-    barrier.waiting.push_back((unsigned)(current - block->fibers.data()));
-    wait();
+    if (barrier.arrived == (threads ? threads : f.owner->live)) return release(*f.owner, barrier);
+    barrier.waiting.push_back(&f);
+    wait(f);
 }
 
-Mail* meet(unsigned mask, const void* mine, int size, void (*combine)(Mail* all)) {
-    unsigned self = (unsigned)(current - block->fibers.data()), lane = current->place.lane;
-    if (!(mask >> lane & 1)) {
-        fprintf(stderr, "kernel %s: lane %u is not in its own mask %08x\n", block->name(), lane, mask);
+// The first time that lanes meet under this mask.
+static Meeting& new_meeting(std::vector<Meeting>& meetings, unsigned mask) {
+    constexpr size_t MOST = 64;
+    meetings.reserve(MOST); // they stay where they are
+    if (meetings.size() == MOST) {
+        fprintf(stderr, "kernel %s: too many masks\n", self().owner->name());
         abort();
     }
-    auto& meetings = block->meetings[self / 32];
-    Meeting* m = nullptr;
-    for (Meeting& candidate : meetings)
-        if (candidate.mask == mask) m = &candidate;
-    if (!m) {
-        if (meetings.capacity() < 64) meetings.reserve(64);
-        if (meetings.size() == 64) {
-            fprintf(stderr, "kernel %s: too many masks\n", block->name());
-            abort();
-        }
-        meetings.push_back({});
-        m = &meetings.back();
-        m->mask = mask;
-    }
-    Mail* all = m->mail[m->phase];
-    memcpy(all[lane].bytes, mine, (size_t)size);
-    m->arrived |= 1u << lane;
-    if (m->arrived == mask) {
-        if (combine) combine(all);
-        for (unsigned i = 0; i < m->num_waiting; i++) block->push(m->waiting[i]);
-        m->num_waiting = m->arrived = 0;
-        m->phase ^= 1;
-    } else {
-        m->waiting[m->num_waiting++] = self;
-        wait();
-    }
-    return all;
+    meetings.push_back({});
+    meetings.back().mask = mask;
+    return meetings.back();
 }
 
+Meeting& meeting(unsigned mask) {
+    const Fiber& f = self();
+    if (!(mask >> f.lane & 1)) {
+        fprintf(stderr, "kernel %s: lane %u is not in its own mask %08x\n", f.owner->name(), f.lane, mask);
+        abort();
+    }
+    auto& meetings = f.owner->meetings[f.warp];
+    for (Meeting& m : meetings)
+        if (m.mask == mask) return m;
+    return new_meeting(meetings, mask);
+}
+
+void arrive(Meeting& m, Combine* combine) {
+    Fiber& f = self();
+    m.arrived |= 1u << f.lane;
+    if (m.arrived != m.mask) {
+        m.waiting[m.num_waiting++] = &f;
+        return wait(f);
+    }
+    if (combine) combine(m.mail[m.phase]);
+    for (unsigned i = 0; i < m.num_waiting; i++) f.owner->push(m.waiting[i]);
+    m.num_waiting = m.arrived = 0;
+    m.phase ^= 1;
+}
+
+typedef float Columns __attribute__((vector_size(32)));
 void mma(Mail* all) {
-    static thread_local float a[16][16], b[16][8], c[16][8];
+    float a[16][16];
+    union {
+        float at[16][8];
+        Columns row[16];
+    } b, c;
     for (int lane = 0; lane < 32; lane++) {
         const MmaMail* m = (const MmaMail*)all[lane].bytes;
         int g = lane / 4, t = lane % 4;
@@ -210,31 +220,39 @@ void mma(Mail* all) {
             int row = g + 8 * (i & 1), col = 2 * t + 8 * (i >> 1);
             a[row][col] = bf16_value(m->a[i] & 0xffff);
             a[row][col + 1] = bf16_value(m->a[i] >> 16);
-            c[row][2 * t] = m->c[2 * (i & 1)];
-            c[row][2 * t + 1] = m->c[2 * (i & 1) + 1];
+            c.at[row][2 * t] = m->c[2 * (i & 1)];
+            c.at[row][2 * t + 1] = m->c[2 * (i & 1) + 1];
         }
         for (int i = 0; i < 2; i++) {
-            b[2 * t + 8 * i][g] = bf16_value(m->b[i] & 0xffff);
-            b[2 * t + 8 * i + 1][g] = bf16_value(m->b[i] >> 16);
+            b.at[2 * t + 8 * i][g] = bf16_value(m->b[i] & 0xffff);
+            b.at[2 * t + 8 * i + 1][g] = bf16_value(m->b[i] >> 16);
         }
     }
-    for (int k = 0; k < 16; k++)
-        for (int i = 0; i < 16; i++)
-            for (int j = 0; j < 8; j++) c[i][j] += a[i][k] * b[k][j];
+    for (int i = 0; i < 16; i += 4) { // four sums at once: each waits for its last product
+        Columns s0 = c.row[i], s1 = c.row[i + 1], s2 = c.row[i + 2], s3 = c.row[i + 3];
+        for (int k = 0; k < 16; k++) {
+            s0 += a[i][k] * b.row[k];
+            s1 += a[i + 1][k] * b.row[k];
+            s2 += a[i + 2][k] * b.row[k];
+            s3 += a[i + 3][k] * b.row[k];
+        }
+        c.row[i] = s0, c.row[i + 1] = s1, c.row[i + 2] = s2, c.row[i + 3] = s3;
+    }
     for (int lane = 0; lane < 32; lane++) {
         MmaMail* m = (MmaMail*)all[lane].bytes;
         int g = lane / 4, t = lane % 4;
-        for (int i = 0; i < 4; i++) m->c[i] = c[g + 8 * (i >> 1)][2 * t + (i & 1)];
+        for (int i = 0; i < 4; i++) m->c[i] = c.at[g + 8 * (i >> 1)][2 * t + (i & 1)];
     }
 }
 
 void add_copy(const Copy& copy) {
-    current->copies.push_back(copy);
-    current->copies.back().group = current->group;
+    Fiber& f = self();
+    f.copies.push_back(copy);
+    f.copies.back().group = f.group;
 }
-void commit_copies() { current->group++; }
+void commit_copies() { self().group++; }
 void wait_copies(int under_way) {
-    Fiber& f = *current;
+    Fiber& f = self();
     size_t kept = 0;
     for (Copy& copy : f.copies) {
         if (copy.group < f.group - under_way) {
@@ -251,10 +269,10 @@ void wait_copies(int under_way) {
 
 void add_peer_store(void* to, const uint4& value) {
     if (!may_access_peer(to)) {
-        fprintf(stderr, "kernel %s stores to memory of a device that it may not access\n", block->name());
+        fprintf(stderr, "kernel %s stores to memory of a device that it may not access\n", self().owner->name());
         abort();
     }
-    current->stores.push_back({to, value});
+    self().stores.push_back({to, value});
 }
 static void land_stores(Fiber& fiber) {
     // The last first: their order says nothing.
@@ -262,12 +280,12 @@ static void land_stores(Fiber& fiber) {
         memcpy(fiber.stores.back().to, &fiber.stores.back().value, sizeof(uint4));
     __sync_synchronize();
 }
-void land_peer_stores() { land_stores(*current); }
+void land_peer_stores() { land_stores(self()); }
 
-void add_product(std::function<void()> product) { current->products.back().push_back(std::move(product)); }
-void commit_products() { current->products.emplace_back(); }
+void add_product(std::function<void()> product) { self().products.back().push_back(std::move(product)); }
+void commit_products() { self().products.emplace_back(); }
 void wait_products(int under_way) {
-    auto& groups = current->products; // the last one is open
+    auto& groups = self().products; // the last one is open
     while ((int)groups.size() - 1 > under_way) {
         for (auto& product : groups.front()) product();
         groups.erase(groups.begin());
@@ -275,8 +293,9 @@ void wait_products(int under_way) {
 }
 
 void yield() {
-    block->push((unsigned)(current - block->fibers.data()));
-    wait();
+    Fiber& f = self();
+    f.owner->push(&f);
+    wait(f);
 }
 
 struct Box {
@@ -321,20 +340,16 @@ void land_boxes(Mbarrier* barrier) {
 }
 
 static void fiber_main() {
-    block->launch->kernel->invoke(block->launch->parameters);
-    Block& b = *block;
+    Block& b = *self().owner;
+    b.launch->kernel->invoke(b.launch->parameters);
     b.live--;
     // Those that wait for all that live may have waited for this one.
     for (Barrier& barrier : b.barriers)
-        if (barrier.arrived && !barrier.needed && barrier.arrived == b.live) release(barrier);
+        if (barrier.arrived && !barrier.needed && barrier.arrived == b.live) release(b, barrier);
     void* gone;
     if (b.live == 0) emulator_switch(&gone, b.main_sp);
     if (b.count == 0) stuck();
-    unsigned next = b.ready[b.first];
-    b.first = (b.first + 1) % MAX_THREADS;
-    b.count--;
-    current = &b.fibers[next];
-    emulator_switch(&gone, current->sp);
+    emulator_switch(&gone, b.pop().sp);
     abort();
 }
 
@@ -361,34 +376,34 @@ BlockEnd run_block(const Launch& launch, dim3 at) {
         barrier.arrived = 0;
         barrier.waiting.clear();
     }
+    for (; b.made < b.threads; b.made++) (new (&b.fiber(b.made)) Fiber)->owner = &b;
     // Warps start in one order, then in the other: a result must not depend on it.
     bool backwards = b.launches++ % 2;
     unsigned warps = (b.threads + 31) / 32;
     for (unsigned w = 0; w < warps; w++) {
         unsigned warp = backwards ? warps - 1 - w : w;
         for (unsigned i = 32 * warp; i < 32 * warp + 32 && i < b.threads; i++) {
-            Fiber& f = b.fibers[i];
-            f.place.thread.x = i % threads.x;
-            f.place.thread.y = i / threads.x % threads.y;
-            f.place.thread.z = i / threads.x / threads.y;
-            f.place.block = at;
-            f.place.block_dim = threads;
-            f.place.grid_dim = launch.grid;
-            f.place.lane = i % 32;
+            Fiber& f = b.fiber(i);
+            f.thread.x = i % threads.x;
+            f.thread.y = i / threads.x % threads.y;
+            f.thread.z = i / threads.x / threads.y;
+            f.block = at;
+            f.block_dim = threads;
+            f.grid_dim = launch.grid;
+            f.lane = i % 32;
+            f.warp = i / 32;
             f.copies.clear();
             f.group = 0;
             f.products.assign(1, {});
-            void** sp = (void**)(b.stacks + STACK * (i + 1)) - 2; // as if called: 8 bytes off 16
+            // As if called: 8 bytes off 16. Neighbours' stacks begin at other places of a page, as fibers do.
+            void** sp = (void**)(b.stacks + STACK * (i + 1) - i % 64 * STAGGER) - 2;
             *sp = (void*)fiber_main;
             f.sp = sp - 6;
-            b.push(i);
+            b.push(&f);
         }
     }
-    current = &b.fibers[b.ready[0]];
-    b.first = 1;
-    b.count--;
-    emulator_switch(&b.main_sp, current->sp);
-    for (unsigned i = 0; i < b.threads; i++) land_stores(b.fibers[i]);
+    emulator_switch(&b.main_sp, b.pop().sp);
+    for (unsigned i = 0; i < b.threads; i++) land_stores(b.fiber(i));
     if (!b.failed && wrote_past_shared()) {
         fprintf(stderr, "kernel %s wrote past the end of its %zu bytes of dynamic shared memory\n", b.name(),
             launch.shared_bytes);
