@@ -224,12 +224,7 @@ impl Codes for OfIq4 {
 
     #[inline(always)]
     fn nearest<L: Lanes>(x: L) -> L {
-        let mut code = L::splat(f32::from(IQ4[0]));
-        for i in 0..15 {
-            let (below, above) = (f32::from(IQ4[i]), f32::from(IQ4[i + 1]));
-            code = code.add_above(x, (below + above) / 2.0, above - below);
-        }
-        code
+        x.nearest_iq4()
     }
 }
 
@@ -436,6 +431,31 @@ fn squared_error<L: Lanes, Q: Codes, const N: usize>(w: &[[f32; 16]; N], scale: 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nearest_values_of_a_table_change_at_its_limits_alone() {
+        multiversion!(fn nearest(x: &[[f32; 16]], out: &mut [[i8; 16]]) = [nearest_body::<Avx512>, nearest_body::<Avx2>,
+            nearest_body::<Scalar>]);
+        #[inline(always)]
+        fn nearest_body<L: Lanes>(x: &[[f32; 16]], out: &mut [[i8; 16]]) {
+            for (x, out) in x.iter().zip(out) {
+                OfIq4::nearest(L::load(x)).store(out);
+            }
+        }
+        // Quarters from -192 to 192, and their neighbours.
+        let quarters = (-768..768).map(|i| i as f32 / 4.0);
+        let x: Vec<f32> = quarters.flat_map(|x| [x.next_down(), x, x.next_up(), 3.0 * x]).collect();
+        let (x, mut got) = (x.as_chunks::<16>().0, vec![[0; 16]; 384]);
+        let mut want = got.clone();
+        nearest(x, &mut got);
+        nearest_body::<Scalar>(x, &mut want);
+        assert!(x.len() == 384 && got == want);
+        let beyond = |x: f32| IQ4.iter().position(|&value| f32::from(value) >= x).unwrap_or(15);
+        for (&x, &code) in x.as_flattened().iter().zip(got.as_flattened()) {
+            let near = [beyond(x).saturating_sub(1), beyond(x)].map(|i| (f32::from(IQ4[i]) - x).abs());
+            assert_eq!((f32::from(code) - x).abs(), near[0].min(near[1]), "{x}");
+        }
+    }
 
     #[test]
     fn every_instruction_set_gives_the_same_bits() {

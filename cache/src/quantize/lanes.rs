@@ -5,6 +5,8 @@
 //! summation.
 #![allow(unsafe_code)] // intrinsics
 
+use crate::pack::IQ4;
+
 /// Sixteen f32.
 pub(super) trait Lanes: Copy {
     fn load(x: &[f32; 16]) -> Self;
@@ -16,6 +18,16 @@ pub(super) trait Lanes: Copy {
     fn max(self, other: Self) -> Self;
     /// `by` more where `x` is above `limit`.
     fn add_above(self, x: Self, limit: f32, by: f32) -> Self;
+    /// The nearest values of [`IQ4`].
+    #[inline(always)]
+    fn nearest_iq4(self) -> Self {
+        let mut code = Self::splat(f32::from(IQ4[0]));
+        for i in 0..15 {
+            let (below, above) = (f32::from(IQ4[i]), f32::from(IQ4[i + 1]));
+            code = code.add_above(self, (below + above) / 2.0, above - below);
+        }
+        code
+    }
     /// Integers within i8 to codes.
     fn store(self, codes: &mut [i8; 16]);
     fn lanes(self) -> [f32; 16];
@@ -112,6 +124,39 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::Lanes;
+    use crate::pack::IQ4;
+
+    /// Runs of 8 numbers from `FIRST` on, of which each holds at most one limit between values of [`IQ4`], and the
+    /// nearest is half a number or more from its ends: of each the limit, and the value up to it and above it.
+    struct Bins {
+        limit: [f32; 32],
+        below: [f32; 32],
+        above: [f32; 32],
+    }
+
+    const FIRST: f32 = -126.0;
+    const WIDTH: f32 = 8.0;
+    static BINS: Bins = {
+        let mut bins = Bins { limit: [f32::INFINITY; 32], below: [0.0; 32], above: [0.0; 32] };
+        let (mut bin, mut value) = (0, 0);
+        while bin < 32 {
+            bins.below[bin] = IQ4[value] as f32;
+            bins.above[bin] = IQ4[value] as f32;
+            if value < 15 {
+                let limit = (IQ4[value] as f32 + IQ4[value + 1] as f32) / 2.0;
+                let end = FIRST + WIDTH * (bin + 1) as f32;
+                if limit < end {
+                    assert!(limit + 0.5 <= end && limit - 0.5 >= end - WIDTH);
+                    value += 1;
+                    bins.limit[bin] = limit;
+                    bins.above[bin] = IQ4[value] as f32;
+                }
+            }
+            bin += 1;
+        }
+        assert!(value == 15);
+        bins
+    };
 
     /// Only for functions compiled for AVX2, which is what makes each block here sound.
     #[derive(Clone, Copy)]
@@ -244,6 +289,25 @@ mod x86 {
             unsafe {
                 let above = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(x.0, _mm512_set1_ps(limit));
                 Avx512(_mm512_mask_add_ps(self.0, above, self.0, _mm512_set1_ps(by)))
+            }
+        }
+        #[inline(always)]
+        fn nearest_iq4(self) -> Self {
+            // SAFETY: see `Avx512`; a bin has 32 numbers of each kind.
+            unsafe {
+                // No closure: it would not be compiled for the instruction set around it.
+                macro_rules! of {
+                    ($table:ident, $bin:expr) => {{
+                        let table = BINS.$table.as_ptr();
+                        _mm512_permutex2var_ps(_mm512_loadu_ps(table), $bin, _mm512_loadu_ps(table.add(16)))
+                    }};
+                }
+                let from_first = _mm512_sub_ps(self.0, _mm512_set1_ps(FIRST));
+                let place = _mm512_mul_ps(from_first, _mm512_set1_ps(1.0 / WIDTH));
+                let place = _mm512_min_ps(_mm512_max_ps(place, _mm512_setzero_ps()), _mm512_set1_ps(31.0));
+                let bin = _mm512_cvttps_epi32(place);
+                let is_above = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(self.0, of!(limit, bin));
+                Avx512(_mm512_mask_blend_ps(is_above, of!(below, bin), of!(above, bin)))
             }
         }
         #[inline(always)]
