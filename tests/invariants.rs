@@ -75,9 +75,10 @@ fn a_batch_equals_single_runs() {
 #[test]
 fn chunks_equal_the_whole_prompt() {
     for_each_model(|name, loaded| {
-        let tokens = prompt(200, 5);
-        let want = whole(loaded, &tokens);
-        for chunk in [1, 7, 64, 100, 199] {
+        // Steps of one token past the end of a block; larger ones through several.
+        for (length, chunk) in [(70, 1), (200, 7), (200, 64), (200, 100), (200, 199)] {
+            let tokens = prompt(length, 5);
+            let want = whole(loaded, &tokens);
             let mut run = Run::new(&mut BlockPool::new(loaded.kv_blocks), tokens.len());
             let (mut batch, mut logits) = (Batch::default(), Vec::new());
             for part in tokens.chunks(chunk) {

@@ -4,6 +4,7 @@
 use moebius::config::EngineConfig;
 use moebius::kernel;
 use moebius::load::{Budget, Kept, Machine, Spec};
+use moebius::machine::heap::Heap;
 use moebius::machine::workers::Team;
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
@@ -11,7 +12,8 @@ libfuzzer_sys::fuzz_target!(|text: &str| {
         assert!((1..=4096).contains(&model.layers.len()));
         let config = EngineConfig::default();
         let team = Team::new(&[0]).expect("one worker is the caller");
-        let machine = Machine { team: team.into(), kernel: kernel::best(), available_bytes: 8 << 30 };
+        let (kernel, heap) = (kernel::best(), Heap::default());
+        let machine = Machine { team: team.into(), kernel, heap, available_bytes: 8 << 30 };
         let _ = Spec::new(&model, &config, Kept::NOTHING).and_then(|spec| Budget::new(&spec, &machine));
     }
 });
