@@ -37,6 +37,7 @@ lint:
 	scripts/same-features
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	cargo check --manifest-path fuzz/Cargo.toml --target-dir target
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 	$(MAKE) $(PYTHON)/maturin || true
 	@[ -x $(PYTHON)/clang-format ] || echo "no PyPI: the layout of kernels is not checked"

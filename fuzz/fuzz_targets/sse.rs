@@ -1,10 +1,10 @@
 //! Any bytes as a stream of events: no panic, no more kept than an event may have, and cutting changes nothing.
 #![no_main]
 
-use moebius::cli::measure::server::sse::{Parser, TooLarge};
+use moebius::cli::measure::server::sse::{EventParser, TooLarge};
 
 fn read(pieces: &[&[u8]]) -> Result<Vec<String>, TooLarge> {
-    let (mut parser, mut events) = (Parser::default(), Vec::new());
+    let (mut parser, mut events) = (EventParser::default(), Vec::new());
     for piece in pieces {
         parser.push(piece, &mut |data| events.push(data))?;
     }
