@@ -56,12 +56,13 @@ $(PYTHON)/maturin:
 	python3 -m venv target/python
 	$(PYTHON)/pip install --quiet clang-format==23.1.5 gguf jinja2 maturin mypy numpy pytest
 
-# A whole SGLang server on a GPU: with Moebius's experts, beside all experts on the GPU. Skipped by name elsewhere.
+# Whole SGLang servers on a GPU: with Moebius's experts, beside all experts on the GPU. Skipped by name elsewhere.
 # $(SGLANG) is a Python with both: pip install sglang ./python
 SGLANG = python3
+SGLANG_FLAGS =
 
 sglang:
-	$(SGLANG) python/tests/whole_sglang.py
+	$(SGLANG) python/tests/whole_sglang.py -- $(SGLANG_FLAGS)
 
 # What a hostile client, model, hub or disk might do, against a release build; the report is target/attack/report.md.
 MINUTES = 30
