@@ -27,16 +27,17 @@ def missing(device):
 
 
 class Server:
-    """A program that serves HTTP on a free port, its log in a file."""
+    """A program that serves HTTP on a free port, its log in a file. `cores`: it runs on these."""
 
-    def __init__(self, log, command, ready, environment):
+    def __init__(self, log, command, ready, environment, cores=None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.log, start = f"http://127.0.0.1:{port}", log, time.monotonic()
+        limit = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
         with open(log, "w") as out:
             self.process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                [*limit, *command, "--host", "127.0.0.1", "--port", str(port)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=os.environ | environment,
@@ -69,11 +70,11 @@ class Server:
 
 
 class Sglang(Server):
-    def __init__(self, log, flags, environment):
+    def __init__(self, log, flags, environment, cores=None):
         def ready(self):
             return any("fired up and ready" in line for line in self.logged())
 
-        super().__init__(log, [sys.executable, "-m", "sglang.launch_server", *flags], ready, environment)
+        super().__init__(log, [sys.executable, "-m", "sglang.launch_server", *flags], ready, environment, cores)
 
     @staticmethod
     def _body(ids, tokens, more):

@@ -132,14 +132,13 @@ def check(server, experts, prompts, reference):
     return counts | dict(took_s=round(time.monotonic() - start, 1)), [ids for _, ids in alone], wrong
 
 
-def servers(model, gpu_experts, threads, common):
+def servers(model, gpu_experts, common):
     """Each one's name, precision of experts, flags, environment. The others are held against the first."""
     eager = ["--disable-decode-cuda-graph"]
     yield "gpu", "BF16", [*common, "--disable-prefill-cuda-graph"], {"SGLANG_PLUGINS": "none"}
     for experts, method in [("BF16", "BF16"), ("INT4", "AMXINT4")]:
         own = ["--kt-weight-path", str(model), "--kt-num-gpu-experts", str(gpu_experts), "--kt-method", method]
-        own += ["--kt-cpuinfer", str(threads), "--kt-gpu-prefill-token-threshold", "128"]
-        own += ["--disable-shared-experts-fusion"]
+        own += ["--kt-gpu-prefill-token-threshold", "128", "--disable-shared-experts-fusion"]
         for how, flags in [("graphs", []), ("eager", eager)]:
             yield f"{experts}-{how}", experts, [*common, *own, *flags], {}
 
@@ -158,12 +157,14 @@ def compare(name, given, flags, out, scratch):
     common = ["--model-path", str(model), "--max-running-requests", "32", "--cuda-graph-max-bs-decode", "32"]
     common += ["--max-total-tokens", "32768", "--mem-fraction-static", "0.8", "--disable-radix-cache"]
     common += ["--sleep-on-idle", *flags]
-    threads, reference = max(1, (os.cpu_count() or 1) // 4), concurrent.futures.Future()
+    cores, reference = sorted(os.sched_getaffinity(0)), concurrent.futures.Future()
 
-    def run(what, experts, flags, environment):
-        server = None
+    def run(place, what, experts, flags, environment):
+        server, share = None, len(cores) // given.at_once
         try:
-            server = Sglang(out / f"{name}-{what}.log", flags, environment)
+            # Cores of their own: otherwise the experts of all are computed on the same ones.
+            own = cores[place % given.at_once * share :][:share] or None
+            server = Sglang(out / f"{name}-{what}.log", flags, environment, own)
             if what == "gpu":
                 reference.set_result(refer(server, prompts))
             counts, answers, wrong = check(server, experts, prompts, reference.result())
@@ -180,8 +181,9 @@ def compare(name, given, flags, out, scratch):
 
     failed = False
     with concurrent.futures.ThreadPoolExecutor(given.at_once) as pool:
-        plan = [server for server in servers(model, given.gpu_experts, threads, common) if server[0] in given.servers]
-        for future in concurrent.futures.as_completed([pool.submit(run, *server) for server in plan]):
+        plan = [server for server in servers(model, given.gpu_experts, common) if server[0] in given.servers]
+        futures = [pool.submit(run, place, *server) for place, server in enumerate(plan)]
+        for future in concurrent.futures.as_completed(futures):
             result = future.result()
             failed |= bool(result["wrong"])
             print(json.dumps(result), flush=True)
