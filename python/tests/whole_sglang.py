@@ -50,7 +50,7 @@ QUESTIONS = {
 ANSWER_TOKENS, REQUESTS = 48, 200
 #: By how much the likeliest token must lead for every server to choose it, and how much log probabilities may differ in
 #: the mean. BF16 experts differ by the order of sums; INT4 ones are other weights.
-BOUNDS = {"BF16": (0.5, 0.02), "INT4": (2.0, 0.2)}
+BOUNDS = {"BF16": (0.5, 0.05), "INT4": (4.0, 0.3)}
 
 
 def answer(server, prompt):
