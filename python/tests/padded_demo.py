@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The demo models with heads as wide as kernels for GPUs want them: 128 for Qwen3-MoE, DeepSeek-V2-Lite's sizes for
 MLA. They compute the same function.
 
