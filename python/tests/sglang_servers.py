@@ -43,12 +43,15 @@ class Server:
                 env=os.environ | environment,
                 start_new_session=True,
             )
-        while not ready(self):
-            if self.process.poll() is not None or time.monotonic() - start > START_LIMIT_S:
-                self.stop()
-                lines = [line for line in self.logged() if "server_args=" not in line]
-                raise RuntimeError(f"{log.stem} did not start:\n" + "\n".join(line[:300] for line in lines[-50:]))
-            time.sleep(0.5)
+        try:
+            while not ready(self):
+                if self.process.poll() is not None or time.monotonic() - start > START_LIMIT_S:
+                    lines = [line for line in self.logged() if "server_args=" not in line]
+                    raise RuntimeError(f"{log.stem} did not start:\n" + "\n".join(line[:300] for line in lines[-50:]))
+                time.sleep(0.5)
+        except BaseException:
+            self.stop()
+            raise
         self.ready_s = time.monotonic() - start
 
     def logged(self):
