@@ -49,7 +49,7 @@ fn one_of(all: &[impl std::fmt::Display]) -> String {
     }
 }
 
-named!(DenseBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
+named!(DenseBits: Auto "auto", Bf16 "bf16", Int8 "int8", Int4 "int4");
 named!(ActivationBits: Eight "8", Sixteen "16");
 named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Int8 "int8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
@@ -115,8 +115,10 @@ impl ExpertBits {
 /// Storage of attention, shared experts, dense MLPs and the output head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum DenseBits {
-    /// As most checkpoints come; activations keep 16 bits of mantissa.
+    /// On the CPU what a quantized checkpoint has, exactly where there is a precision for it; else BF16.
     #[default]
+    Auto,
+    /// As most checkpoints come; activations keep 16 bits of mantissa.
     Bf16,
     /// 8-bit codes, group scales, int8 activations. The small matrices that absorb `kv_b_proj` into latent attention
     /// stay at 16 bits.
@@ -135,11 +137,11 @@ impl DenseBits {
         }
     }
 
-    /// How a weight with rows of `k` inputs is stored; `None`: they cannot be cut into groups.
+    /// How a weight with rows of `k` inputs is stored that is plain numbers; `None`: they cannot be cut into groups.
     pub fn precision(self, k: usize) -> Option<Precision> {
         let group_size = largest_group_size(&[k]);
         match self {
-            DenseBits::Bf16 => Some(Precision::Bf16),
+            DenseBits::Auto | DenseBits::Bf16 => Some(Precision::Bf16),
             DenseBits::Int8 => group_size.map(Precision::int8),
             DenseBits::Int4 => group_size.map(Precision::int4),
         }
@@ -304,8 +306,9 @@ engine_config! {
     /// How to load and run a model.
     #[command(next_help_heading = "Engine")]
     struct RunChoices {
-        /// Precision of attention, shared experts, dense layers and the output head.
-        #[arg(long, default_value = "bf16", value_parser = choice_of(&DenseBits::ALL))]
+        /// Precision of attention, shared experts, dense layers and the output head; auto keeps on the CPU what a
+        /// quantized checkpoint has, and is bf16 of others.
+        #[arg(long, default_value = "auto", value_parser = choice_of(&DenseBits::ALL))]
         dense: DenseBits,
         /// Bits of activations next to weights in integers on the CPU; 16 is to compare with.
         #[arg(long, default_value = "8", value_parser = choice_of(&ActivationBits::ALL))]

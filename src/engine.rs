@@ -318,7 +318,7 @@ pub fn start_loaded(
         model: model.to_string(),
         architecture: loaded.model.config().architecture.clone(),
         experts: loaded.precision.as_ref().map_or("none".into(), |p| p.to_string()),
-        dense: config.dense.to_string(),
+        dense: loaded.dense.clone(),
         kv: config.kv.to_string(),
         activations: config.activations.to_string(),
         layers: loaded.model.config().layers.len(),

@@ -38,7 +38,7 @@ mod tiles;
 use half::bf16;
 use moebius_cache::pack::MatrixLayout;
 
-pub use self::activations::{ActivationRows, Activations, ActivationsMut, same_activations};
+pub use self::activations::{ActivationRows, Activations, ActivationsMut, FORMS, form};
 pub use self::halves::halves;
 pub(crate) use self::tiles::fetch;
 pub use self::tiles::{Ahead, Tiles};

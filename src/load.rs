@@ -9,8 +9,8 @@
 //! place         where the experts' bytes lie
 //! crews         how many workers take part
 //! experts       routed experts alone, for other engines
-//! components    what each part of a checkpoint is stored as and becomes
 //! memory        what a model takes of the CPU's memory
+//! components    what each part of a checkpoint is stored as and becomes
 //! remedy        what would make a model fit that does not
 //! speed         how fast it will be
 //! gpu           what goes where on a GPU
@@ -94,6 +94,8 @@ pub struct Loaded {
     pub device: Option<String>,
     /// Of the routed experts; `None` for a dense model.
     pub precision: Option<Precisions>,
+    /// What dense weights became, in words.
+    pub dense: String,
     /// Runs the ops.
     pub team: Arc<Team>,
     /// Its instruction set.

@@ -132,7 +132,7 @@ fn on_cpu(store: &Arc<ExpertCache>) -> CpuExperts {
     let experts = CpuExperts::new(&heap, memory, team(), moebius::kernel::best(), MAX_TOKENS * TOP_K).unwrap();
     match store.layout(0).kind() {
         ExpertKind::Gated => experts,
-        ExpertKind::Ungated => experts.with(Epilogue::load(&heap, &Shapes, &without_gates()).unwrap()),
+        ExpertKind::Ungated => experts.with(Epilogue::load(&heap, &Shapes::default(), &without_gates()).unwrap()),
     }
 }
 

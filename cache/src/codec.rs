@@ -254,6 +254,12 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// The precision that holds codes and scales as they are; `None` of plain numbers, and of what none does.
+    pub fn held_by(&self) -> Option<Precision> {
+        let [n, k] = self.shape;
+        self.kept_by().filter(|&kept| self.fits(kept) && MatrixLayout::new(n, k, kept).is_ok())
+    }
+
     /// Rows from `first` on, as many as fill `out`, decoded.
     ///
     /// Errors: `Error::Checkpoint` when a value is NaN or too large for BF16. Panics: `out` is not whole rows of the

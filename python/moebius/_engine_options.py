@@ -24,8 +24,9 @@ class EngineOptions(TypedDict, total=False):
     cache_dir: str | None
     """Directory of packed experts and the demo model [default: ~/.cache/moebius]."""
 
-    dense: Literal["bf16", "int8", "int4"] | None
-    """Precision of attention, shared experts, dense layers and the output head [default: bf16]."""
+    dense: Literal["auto", "bf16", "int8", "int4"] | None
+    """Precision of attention, shared experts, dense layers and the output head; auto keeps on the CPU what a quantized
+    checkpoint has, and is bf16 of others [default: auto]."""
 
     activations: Literal[8, 16] | None
     """Bits of activations next to weights in integers on the CPU; 16 is to compare with [default: 8]."""

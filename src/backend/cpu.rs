@@ -33,7 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::Result;
 use crate::backend::tensor::Tensor;
-use crate::kernel::{Activations, Kernel};
+use crate::kernel::{Activations, FORMS, Kernel};
 use crate::machine::heap::Heap;
 use crate::machine::workers::Team;
 
@@ -55,7 +55,7 @@ pub struct Cpu {
     heap: Heap,
     max_rows: usize, // of a batch: what scratch memory is taken for; 0: as much as ops turn out to need
     // Scratch memory that is taken as weights and caches come, so that a decode step does not allocate.
-    activations: RefCell<Activations>,
+    activations: RefCell<[Activations; FORMS]>,
     router_scratch: RefCell<Numbers>, // [tokens, experts]
     partial: RefCell<Numbers>,        // attention's sums of segments and scores of keys, which grow with the context
     scratch: Vec<Mutex<Scratch>>,     // one per worker

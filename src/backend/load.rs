@@ -1,6 +1,7 @@
 //! `Load`: resident weights, from host tensors into the form in which the device multiplies with them.
 
 use super::memory::Memory;
+use super::source::LinearWeight;
 use super::tensor::HostTensor;
 use crate::Result;
 use crate::config::DenseBits;
@@ -67,10 +68,11 @@ pub trait Load: Memory {
     /// Embedding rows.
     type Embedding: Send;
 
-    /// Takes over a weight `[n, k]` in the given precision. Errors: the precision does not fit the shape.
-    fn load_linear(
+    /// Takes over a weight `[n, k]` in the given precision. Errors: the precision does not fit the shape, or a number
+    /// is NaN or infinite.
+    fn load_linear<'a>(
         &self,
-        weight: HostTensor<'_>,
+        weight: impl Into<LinearWeight<'a>>,
         bias: Option<HostTensor<'_>>,
         bits: DenseBits,
     ) -> Result<Self::Linear>;

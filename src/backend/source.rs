@@ -1,8 +1,13 @@
 //! Where resident weights come from: named tensors of a checkpoint, checked for shape and finite values; or shapes
 //! alone, where memory is only counted.
 
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+
 use half::bf16;
+use moebius_cache::Precision;
 use moebius_cache::checkpoint::{Checkpoint, Dtype, Table};
+use moebius_cache::codec::Source;
 use rayon::prelude::*;
 
 use super::tensor::HostTensor;
@@ -42,8 +47,59 @@ impl Rows for AnyRow {
     }
 }
 
+/// A matrix to multiply with, on its way to a backend.
+pub enum LinearWeight<'a> {
+    /// Plain numbers.
+    Plain(HostTensor<'a>),
+    /// Codes and scales that a precision holds as they are.
+    Stored(Precision, Source<'a>),
+    /// As many of those: memory is only counted.
+    StoredShape(Precision, [usize; 2]),
+}
+
+impl<'a> From<HostTensor<'a>> for LinearWeight<'a> {
+    fn from(plain: HostTensor<'a>) -> Self {
+        Self::Plain(plain)
+    }
+}
+
+impl<'a> LinearWeight<'a> {
+    /// `[rows, cols]`
+    pub fn shape(&self) -> [usize; 2] {
+        match self {
+            Self::Plain(plain) => [plain.rows(), plain.cols()],
+            Self::Stored(_, source) => source.shape(),
+            Self::StoredShape(_, shape) => *shape,
+        }
+    }
+
+    /// What it stands for. Errors: as [`TensorSource::matrix`].
+    pub fn plain(self) -> Result<HostTensor<'a>> {
+        match self {
+            Self::Plain(plain) => Ok(plain),
+            Self::Stored(_, source) => decoded(&source),
+            Self::StoredShape(_, [rows, cols]) => Ok(HostTensor::Shape { rows, cols }),
+        }
+    }
+}
+
+fn decoded(source: &Source<'_>) -> Result<HostTensor<'static>> {
+    // Whole heads: a latent's keys are turned a head at a time.
+    const ROWS: usize = 256;
+    let [rows, cols] = source.shape();
+    let mut data = vec![0.0; rows * cols];
+    data.par_chunks_mut(ROWS * cols).enumerate().try_for_each(|(i, rows)| source.decode(i * ROWS, rows))?;
+    Ok(HostTensor::F32 { data: data.into(), cols })
+}
+
 /// Where resident weights come from, by their Hugging Face names.
 pub trait TensorSource {
+    /// The tensor `name` as `[rows, cols]`, quantized where it is stored so. Errors: as [`TensorSource::matrix`], but
+    /// for numbers that nobody read yet.
+    fn stored(&self, name: &str, rows: usize, cols: usize) -> Result<LinearWeight<'_>> {
+        self.matrix(name, rows, cols).map(LinearWeight::Plain)
+    }
+
     /// The tensor `name` as `[rows, cols]`. Errors: missing, misshapen, NaN or infinite; each by name.
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>>;
 
@@ -82,6 +138,14 @@ pub trait TensorSource {
 }
 
 impl TensorSource for Checkpoint {
+    fn stored(&self, name: &str, rows: usize, cols: usize) -> Result<LinearWeight<'_>> {
+        let source = self.source(name, [rows, cols])?;
+        match source.held_by() {
+            Some(precision) => Ok(LinearWeight::Stored(precision, source)),
+            None => self.matrix(name, rows, cols).map(LinearWeight::Plain),
+        }
+    }
+
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
         let source = self.source(name, [rows, cols])?;
         if let Some(view) = source.plain().filter(|view| view.dtype == Dtype::BF16)
@@ -94,11 +158,7 @@ impl TensorSource for Checkpoint {
             }
             return Ok(HostTensor::Bf16 { data: data.into(), cols });
         }
-        let mut data = vec![0.0; rows * cols];
-        // Whole heads: a latent's keys are turned a head at a time.
-        const ROWS: usize = 256;
-        data.par_chunks_mut(ROWS * cols).enumerate().try_for_each(|(i, rows)| source.decode(i * ROWS, rows))?;
-        Ok(HostTensor::F32 { data: data.into(), cols })
+        decoded(&source)
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<HostTensor<'_>> {
@@ -149,10 +209,41 @@ impl TensorSource for Checkpoint {
     }
 }
 
-/// Weights of which nothing is known but their shapes: what is made of them tells what a model's weights take.
-pub struct Shapes;
+/// What holds matrices of a checkpoint as they are stored, by their names; plain ones are not there.
+pub type Held = BTreeMap<String, Precision>;
+
+/// Weights of which nothing is known but their shapes, and how they are stored: what is made of them tells what a
+/// model's weights take.
+#[derive(Default)]
+pub struct Shapes {
+    held: Held,
+    asked: RefCell<BTreeSet<String>>,
+}
+
+impl Shapes {
+    /// Of a checkpoint that stores matrices so.
+    pub fn stored_as(held: Held) -> Self {
+        Self { held, ..Self::default() }
+    }
+
+    /// Those that were asked for as they are stored.
+    pub fn asked(self) -> BTreeSet<String> {
+        self.asked.into_inner()
+    }
+}
 
 impl TensorSource for Shapes {
+    fn stored(&self, name: &str, rows: usize, cols: usize) -> Result<LinearWeight<'_>> {
+        let plain = self.matrix(name, rows, cols)?;
+        Ok(match self.held.get(name) {
+            Some(&precision) => {
+                self.asked.borrow_mut().insert(name.into());
+                LinearWeight::StoredShape(precision, [rows, cols])
+            }
+            None => plain.into(),
+        })
+    }
+
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
         /// Numbers beyond reason: a thousand times the largest matrix that a model has.
         const MAX: usize = 1 << 40;

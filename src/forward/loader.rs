@@ -51,7 +51,11 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// A rank's part of the projection `name`, `[n, k]`, and of its bias `[n]`.
     pub(super) fn cut_linear(&self, name: &str, (n, k): (usize, usize), cut: Cut, bias: bool) -> Result<B::Linear> {
-        let weight = self.cut(self.source.matrix(&format!("{name}.weight"), n, k)?, cut);
+        let weight = format!("{name}.weight");
+        let weight = match self.share.is_whole() {
+            true => self.source.stored(&weight, n, k)?,
+            false => self.cut(self.source.matrix(&weight, n, k)?, cut).into(),
+        };
         let is_sum = matches!(cut, Cut::OfHeads(_) | Cut::OfWidth);
         let bias = match (bias, is_sum) {
             (false, _) => None,

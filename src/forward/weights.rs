@@ -93,7 +93,7 @@ impl<B: Backend> Weights<B> {
                 (None, None) => Last::Norm(loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?),
             },
             tables: Tables::load(&loader)?,
-            lm_head: backend.load_linear(source.matrix(&head, vocab, hidden)?, None, bits.of_sensitive())?,
+            lm_head: backend.load_linear(source.stored(&head, vocab, hidden)?, None, bits.of_sensitive())?,
         })
     }
 

@@ -114,9 +114,15 @@ impl Activations {
     }
 }
 
-/// Whether weights of both precisions meet activations of one form.
-pub fn same_activations(a: Precision, b: Precision) -> bool {
-    group_of(a) == group_of(b)
+/// Forms of activations that there are.
+pub const FORMS: usize = 5;
+
+/// The form that weights of this precision meet, by its number.
+pub fn form(precision: Precision) -> usize {
+    match group_of(precision) {
+        0 => 0,
+        group => (group / 16).ilog2() as usize + 1, // 16, 32, 64 or 128
+    }
 }
 
 /// Inputs that are quantized together for weights of this precision; 0: they are split.

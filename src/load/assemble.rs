@@ -73,6 +73,7 @@ pub fn assemble(
         max_batch_tokens: tokens,
         device: None,
         precision: precision.clone(),
+        dense: spec.dense_words(),
         team,
         kernel,
         available_bytes,

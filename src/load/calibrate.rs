@@ -78,7 +78,7 @@ impl<'a> CalibrationText<'a> {
         tokens.truncate(MOST_TOKENS);
         let text = Self { folder, machine, tokens };
         let heap = Heap::plan();
-        text.model(&heap, &Shapes, None)?;
+        text.model(&heap, &Shapes::default(), None)?;
         // Of a layer the experts, what they read, and a copy of that for the converter.
         let model = &folder.model;
         let width = moe.expert_width(model.hidden_size);

@@ -6,6 +6,7 @@ use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::rounding;
 
+use super::memory::stored_weights;
 use super::spec::Spec;
 use crate::model::ModelConfig;
 use crate::{Error, Result};
@@ -52,6 +53,7 @@ impl std::fmt::Display for Component {
 /// Errors: a tensor of an unknown type, or holding NaN.
 pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Component>> {
     let Spec { model, config, precision: ref experts, .. } = *spec;
+    let stored = stored_weights(spec)?;
     let mut found: BTreeMap<(String, String), Component> = BTreeMap::new();
     for (name, shape) in checkpoint.matrices() {
         let Some(role) = role(&name, model) else { continue };
@@ -75,7 +77,10 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
         if !is_router {
             let sensitive = component.role == "lm_head" || makes_keys_or_values(&name, &component.role, model);
             let bits = if sensitive { config.dense.of_sensitive() } else { config.dense };
-            let dense = || bits.precision(shape[1]).unwrap_or(Precision::Bf16);
+            let dense = || match stored.contains(&name) {
+                true => source.held_by(),
+                false => bits.precision(shape[1]),
+            };
             let is_down = |part: &str| part == model.names.expert_projections[2];
             let precision = match (component.role.strip_prefix("experts."), experts) {
                 (Some(part), Some(precision)) => {
@@ -83,7 +88,7 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
                     if is_down(part) { layer.down } else { layer.gate }
                 }
                 _ if component.role == model.names.embedding => Precision::Bf16,
-                _ => dense(),
+                _ => dense().unwrap_or(Precision::Bf16),
             };
             component.rounding = rounding(&source, precision).map_err(Error::from)?;
             component.keeps_codes = source.fits(precision);

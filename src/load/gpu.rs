@@ -166,6 +166,7 @@ pub(super) fn assemble(
         max_batch_tokens: plan.limits.tokens,
         device: Some(device),
         precision: precision.clone(),
+        dense: spec.decoded().dense_words(),
         team,
         kernel,
         available_bytes: topology::available_bytes,

@@ -1,12 +1,12 @@
 //! What a model takes of the CPU's memory: its constructors are run on a heap that only counts.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::spec::Spec;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cpu::Cpu;
-use crate::backend::source::Shapes;
-use crate::config::{DenseBits, EngineConfig};
+use crate::config::{DenseBits, Device, EngineConfig};
 use crate::experts::Epilogue;
 use crate::experts::cpu::Buffers;
 use crate::forward::Model;
@@ -15,7 +15,6 @@ use crate::forward::weights::Weights;
 use crate::kernel::{self, Kernel};
 use crate::machine::heap::Heap;
 use crate::machine::workers::Team;
-use crate::model::ModelConfig;
 use crate::{Error, Result};
 
 /// Bytes that a model takes beside its routed experts.
@@ -39,7 +38,7 @@ impl Counted {
         let limits = spec.cpu_limits();
         let heap = Heap::plan();
         let backend = Cpu::new(team.clone(), kernel).with(&heap, limits.max_rows());
-        let weights = Weights::load(&backend, &Shapes, model, config.dense, &|_, _| Ok(()))?;
+        let weights = Weights::load(&backend, &spec.shapes(), model, config.dense, &|_, _| Ok(()))?;
         let kv = KvCache::new(
             &backend,
             model,
@@ -51,8 +50,8 @@ impl Counted {
 
         let caches =
             |blocks, slots, snapshots| cache_bytes(spec, CacheSize { blocks, slots, snapshots, host_blocks: 0 });
-        let (weights, states) = (weight_bytes(model, config.dense)?, caches(0, config.max_sequences, 0)?);
-        let rest = Epilogue::load(&heap, &Shapes, model).map(|_| heap.bytes())?.saturating_sub(weights);
+        let (weights, states) = (weight_bytes(spec)?, caches(0, config.max_sequences, 0)?);
+        let rest = Epilogue::load(&heap, &spec.shapes(), model).map(|_| heap.bytes())?.saturating_sub(weights);
         let kv_token = caches(1, 0, 0)? / BLOCK_SIZE as u64;
         let snapshot = caches(0, 0, 1)?;
         Ok(Self { weights, buffers: rest.saturating_sub(states), states, kv_token, snapshot })
@@ -72,11 +71,19 @@ pub(super) fn count_experts(
 }
 
 /// Bytes of all weights but the routed experts. Errors: the precision does not fit the shape of one.
-pub(super) fn weight_bytes(model: &ModelConfig, dense: DenseBits) -> Result<u64> {
-    let (heap, backend) = counting()?;
-    Weights::load(&backend, &Shapes, model, dense, &|_, _| Ok(()))?;
-    Epilogue::load(&heap, &Shapes, model)?;
+pub(super) fn weight_bytes(spec: &Spec<'_>) -> Result<u64> {
+    let ((heap, backend), shapes) = (counting()?, spec.shapes());
+    Weights::load(&backend, &shapes, spec.model, spec.config.dense, &|_, _| Ok(()))?;
+    Epilogue::load(&heap, &shapes, spec.model)?;
     Ok(heap.bytes())
+}
+
+/// Names of the dense weights that stay as they are stored. Errors: as [`weight_bytes`].
+pub(super) fn stored_weights(spec: &Spec<'_>) -> Result<BTreeSet<String>> {
+    let ((_, backend), shapes) = (counting()?, spec.shapes());
+    Weights::load(&backend, &shapes, spec.model, spec.config.dense, &|_, _| Ok(()))?;
+    let are_stored = spec.config.dense == DenseBits::Auto && !matches!(spec.config.device, Device::Cuda(_));
+    Ok(if are_stored { shapes.asked() } else { BTreeSet::new() })
 }
 
 /// Bytes of keys and values, and of recurrent state.

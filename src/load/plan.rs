@@ -141,7 +141,7 @@ impl Estimator<'_> {
         let expected = |config: &EngineConfig| speed::on_cpu(&spec.with(config), &rates, tokens);
         let now = expected(config)?;
         let mut advice = Vec::new();
-        if config.dense == DenseBits::Bf16 {
+        if let DenseBits::Auto | DenseBits::Bf16 = config.dense {
             let then = expected(&EngineConfig { dense: DenseBits::Int8, ..config.clone() })?;
             advice.extend(gain("--dense int8", &now, &then));
         }
@@ -174,7 +174,7 @@ impl Estimator<'_> {
             layers: self.spec.model.layers.len(),
             draft_layers: self.spec.model.draft_layers,
             experts: self.spec.precision.as_ref().map_or("none".into(), |precision| precision.to_string()),
-            dense: self.spec.config.dense.to_string(),
+            dense: self.spec.dense_words(),
             kv: self.spec.config.kv.to_string(),
             ram_limit_bytes: self.machine.available_bytes,
             model_context: self.spec.model.max_context,
@@ -319,6 +319,7 @@ mod gpu {
                 },
                 expected: now,
                 advice: self.advice_on_gpu(device, &plan, &now, &expected),
+                dense: spec.decoded().dense_words(),
                 ..self.about()
             })
         }
@@ -363,7 +364,7 @@ mod gpu {
                     ));
                 }
             }
-            if config.dense == DenseBits::Bf16
+            if let DenseBits::Auto | DenseBits::Bf16 = config.dense
                 && let Some((_, then)) = other(&EngineConfig { dense: DenseBits::Int8, ..config.clone() }, &device.info)
             {
                 advice.extend(gain("--dense int8", now, &then));

@@ -60,7 +60,7 @@ fn kinds(spec: &Spec<'_>) -> Vec<Vec<Change>> {
         _ => None,
     };
     let dense: &[DenseBits] = match config.dense {
-        DenseBits::Bf16 => &[DenseBits::Int8, DenseBits::Int4],
+        DenseBits::Auto | DenseBits::Bf16 => &[DenseBits::Int8, DenseBits::Int4],
         DenseBits::Int8 => &[DenseBits::Int4],
         DenseBits::Int4 => &[],
     };

@@ -6,7 +6,8 @@ use moebius_cache::codec::{Quantization, Source, kept_by_all};
 use moebius_cache::pack::{CodeType, ExpertKind, ExpertPrecision, GROUP_SIZES, Precisions, largest_group_size};
 
 use super::cache::cache_job;
-use crate::config::{CPU_BATCH_TOKENS, Device, EngineConfig, ExpertBits};
+use crate::backend::source::{Held, Shapes};
+use crate::config::{CPU_BATCH_TOKENS, DenseBits, Device, EngineConfig, ExpertBits};
 use crate::experts::ExpertShape;
 use crate::forward::Limits;
 use crate::model::{ModelConfig, Share};
@@ -25,50 +26,61 @@ pub struct Spec<'a> {
     ranks: usize, // GPUs that each have a share of the model
 }
 
-/// What keeps a checkpoint's routed experts as they are, exactly where that can be.
+/// What keeps a checkpoint as it is, exactly where that can be.
 #[derive(Clone, Debug)]
-pub struct Kept(Option<Precisions>); // none: they are plain numbers
+pub struct Kept {
+    experts: Option<Precisions>, // none: they are plain numbers
+    dense: Held,
+}
 
 impl Kept {
     /// Of weights that no checkpoint holds.
-    pub const NOTHING: Self = Self(None);
+    pub const NOTHING: Self = Self { experts: None, dense: Held::new() };
 
-    /// Of a shape whose checkpoint would be stored so, or in plain numbers.
+    /// Of a shape whose checkpoint would store the experts so, or in plain numbers.
     pub fn of_shape(stored: Option<Precision>) -> Self {
-        Self(stored.map(Precisions::from))
+        Self { experts: stored.map(Precisions::from), ..Self::NOTHING }
     }
 
-    /// What keeps the experts in `checkpoint`.
+    /// What keeps `checkpoint`.
     ///
     /// The reader of a tensor says what is wrong with it, after everything that can be refused without reading any.
     pub fn of(model: &ModelConfig, checkpoint: &Checkpoint) -> Self {
-        if model.moe().is_none() {
-            return Self(None);
-        }
-        let job = cache_job("", checkpoint, model, Precision::Bf16);
-        let (mut all, mut layers) = (Vec::new(), Vec::new());
-        // Formats change from layer to layer and between gate, up and down, not from expert to expert.
-        for expert in job.layers.iter().filter_map(|layer| layer.experts.first()) {
-            let Ok(sources) = job.sources(expert) else { return Self(None) };
-            // Plain numbers beside others are kept as those are that need the most.
-            let kept = |of: &[Source<'_>]| of.iter().all(|source| source.kept_by().is_some()).then(|| kept_by_all(of));
-            layers.push([kept(&sources[..2]).flatten(), kept(&sources[2..]).flatten()]);
-            all.extend(sources);
-        }
-        let Some(coarsest) = kept_by_all(&all) else { return Self(None) };
-        let layers = layers.into_iter().map(|kept| kept.map(|kept| kept.unwrap_or(coarsest)));
-        let layers: Vec<_> = layers.map(|[gate, down]| ExpertPrecision { gate, down }).collect();
-        // Where sizes of groups alone differ, all have the smallest.
-        match layers.iter().all(|layer| [layer.gate, layer.down].iter().all(|p| p.name() == coarsest.name())) {
-            true => Self(Some(coarsest.into())),
-            false => Self(Some(layers.into_iter().collect())),
-        }
+        let dense = checkpoint.matrices().into_iter().filter(|(name, _)| !name.contains(".experts."));
+        let held = |(name, shape): (String, [usize; 2])| {
+            let held = checkpoint.source(&name, shape).ok()?.held_by()?;
+            Some((name, held))
+        };
+        Self { experts: kept_experts(model, checkpoint), dense: dense.filter_map(held).collect() }
     }
 
-    /// What will keep the experts of a checkpoint whose weights are not here yet.
+    /// What will keep the experts of a checkpoint whose weights are not here yet. Of the others nobody says which ones
+    /// will be plain.
     pub(super) fn announced(model: &ModelConfig, quantization: &Quantization) -> Self {
         let inputs = model.moe().map_or(vec![], |moe| vec![moe.expert_width(model.hidden_size), moe.intermediate_size]);
-        Self(quantization.kept_by(&inputs).map(Precisions::from))
+        Self { experts: quantization.kept_by(&inputs).map(Precisions::from), ..Self::NOTHING }
+    }
+}
+
+fn kept_experts(model: &ModelConfig, checkpoint: &Checkpoint) -> Option<Precisions> {
+    model.moe()?;
+    let job = cache_job("", checkpoint, model, Precision::Bf16);
+    let (mut all, mut layers) = (Vec::new(), Vec::new());
+    // Formats change from layer to layer and between gate, up and down, not from expert to expert.
+    for expert in job.layers.iter().filter_map(|layer| layer.experts.first()) {
+        let Ok(sources) = job.sources(expert) else { return None };
+        // Plain numbers beside others are kept as those are that need the most.
+        let kept = |of: &[Source<'_>]| of.iter().all(|source| source.kept_by().is_some()).then(|| kept_by_all(of));
+        layers.push([kept(&sources[..2]).flatten(), kept(&sources[2..]).flatten()]);
+        all.extend(sources);
+    }
+    let coarsest = kept_by_all(&all)?;
+    let layers = layers.into_iter().map(|kept| kept.map(|kept| kept.unwrap_or(coarsest)));
+    let layers: Vec<_> = layers.map(|[gate, down]| ExpertPrecision { gate, down }).collect();
+    // Where sizes of groups alone differ, all have the smallest.
+    match layers.iter().all(|layer| [layer.gate, layer.down].iter().all(|p| p.name() == coarsest.name())) {
+        true => Some(coarsest.into()),
+        false => Some(layers.into_iter().collect()),
     }
 }
 
@@ -79,7 +91,7 @@ impl<'a> Spec<'a> {
             Device::Cuda(numbers) => numbers.len().max(1),
             Device::Auto | Device::Cpu => 1,
         };
-        Ok(Self { model, config, precision: precision(model, config, &kept)?, kept, ranks })
+        Ok(Self { model, config, precision: precision(model, config, &kept.experts)?, kept, ranks })
     }
 
     /// The same model and experts with other choices for everything else.
@@ -105,6 +117,38 @@ impl<'a> Spec<'a> {
         let layout = |i| moe.expert_kind().layout(hidden, moe.intermediate_size, precision.layer(i));
         let layouts = (0..self.model.moe_layers().count()).map(layout).collect::<moebius_cache::Result<_>>()?;
         Ok(Some(ExpertShape { layouts, experts: moe.num_experts }))
+    }
+
+    /// Shapes of the dense weights, and how they are stored.
+    pub(super) fn shapes(&self) -> Shapes {
+        Shapes::stored_as(self.kept.dense.clone())
+    }
+
+    /// The same on a GPU, which decodes dense weights.
+    pub(super) fn decoded(&self) -> Self {
+        Self { kept: Kept { dense: Held::new(), ..self.kept.clone() }, ..self.clone() }
+    }
+
+    /// The precision of most dense weights, whose rows have `k` numbers for the most part.
+    pub(super) fn dense_precision(&self, k: usize) -> Precision {
+        let held = &self.kept.dense;
+        let most = held.values().max_by_key(|one| held.values().filter(|other| other == one).count());
+        match (self.config.dense, most) {
+            (DenseBits::Auto, Some(most)) => *most,
+            (bits, _) => bits.precision(k).unwrap_or(Precision::Bf16),
+        }
+    }
+
+    /// What dense weights become on the CPU, in words.
+    pub(super) fn dense_words(&self) -> String {
+        let mut held: Vec<&str> = self.kept.dense.values().map(|precision| precision.name()).collect();
+        held.sort_unstable();
+        held.dedup();
+        match (self.config.dense, &held[..]) {
+            (DenseBits::Auto, []) => DenseBits::Bf16.to_string(),
+            (DenseBits::Auto, _) => held.join(" and "),
+            (bits, _) => bits.to_string(),
+        }
     }
 
     /// GPUs that each have a share of the model.
@@ -158,7 +202,7 @@ impl<'a> Spec<'a> {
 }
 
 /// As chosen, or as kept.
-fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): &Kept) -> Result<Option<Precisions>> {
+fn precision(model: &ModelConfig, config: &EngineConfig, kept: &Option<Precisions>) -> Result<Option<Precisions>> {
     let Some(moe) = model.moe() else { return Ok(None) };
     if let (ExpertBits::Auto, None, Some(Precisions::Layers(_))) = (config.experts, config.group_size, kept) {
         return Ok(kept.clone());

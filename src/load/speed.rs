@@ -24,7 +24,7 @@ use super::spec::Spec;
 use super::synthetic;
 use crate::Result;
 use crate::backend::Routing;
-use crate::config::DenseBits;
+use crate::config::{DenseBits, EngineConfig};
 use crate::experts::{CpuExperts, ExpertMemory, ExpertShape};
 use crate::forward::kv_cache::CacheSize;
 use crate::machine::heap::Heap;
@@ -77,7 +77,8 @@ impl TokenWork {
         let moe = model.moe();
         // Where rows have no groups, a GPU keeps them as they are, and the CPU was refused.
         let a_sequence = CacheSize { slots: 1, ..CacheSize::default() };
-        let weights = weight_bytes(model, config.dense).or_else(|_| weight_bytes(model, DenseBits::Bf16))?;
+        let bf16 = EngineConfig { dense: DenseBits::Bf16, ..config.clone() };
+        let weights = weight_bytes(spec).or_else(|_| weight_bytes(&spec.with(&bf16)))?;
         Ok(Self {
             layers: model.layers.len(),
             // A token's states are read and written.
@@ -118,16 +119,14 @@ const SAMPLE_BYTES: usize = 256 << 20;
 impl CpuRates {
     /// Measures, on random weights of the model's dimensions and with batches of `tokens`. Takes about a second.
     pub fn measure(spec: &Spec<'_>, machine: &Machine, tokens: usize) -> Result<Self> {
-        let Spec { model, config, ref precision, .. } = *spec;
+        let Spec { model, ref precision, .. } = *spec;
         let sample = SAMPLE_BYTES.min((crate::machine::topology::available_bytes() / 8) as usize).max(1);
         machine.team.fit(1);
         let read_bytes = 1e9 * read_bandwidth(&machine.team, sample, Pages::Huge, 3)?;
-        let dense_precision = config.dense.precision(model.hidden_size).unwrap_or(Precision::Bf16);
+        let dense_precision = spec.dense_precision(model.hidden_size);
         let width = model.moe().map_or(model.hidden_size, |moe| moe.intermediate_size);
-        let dense_precision = match dense_precision.group_size() {
-            Some(group) if width % group != 0 => Precision::Bf16,
-            _ => dense_precision,
-        };
+        let fits = [model.hidden_size, width].iter().all(|k| k.is_multiple_of(dense_precision.unit()));
+        let dense_precision = if fits { dense_precision } else { Precision::Bf16 };
         let dense_products = products(model, machine, dense_precision.into(), 1, tokens)?;
         let expert_products = match (model.moe(), precision) {
             (Some(moe), Some(precision)) => {

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::backend::Dense;
 use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
-use crate::kernel::{ActivationRows, Kernel, Rows, Start, same_activations};
+use crate::kernel::{ActivationRows, FORMS, Kernel, Rows, Start, form};
 use crate::machine::workers::{Claimant, Claims, Cut, Shared};
 use crate::model::{Activation, GateActivation};
 
@@ -64,19 +64,28 @@ impl Cpu {
     /// `out = W x + b` or `out += W x + b` for some weights and one `x`, in one dispatch.
     fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
         let (rows, k, kernel) = (x.rows(), x.cols(), self.kernel);
-        let precision = jobs[0].0.layout.precision;
+        let mut needed = [None; FORMS];
         let jobs = jobs.map(|(w, out)| {
             assert_eq!((w.layout.k, w.layout.n, rows), (k, out.cols(), out.rows()));
-            assert!(same_activations(w.layout.precision, precision), "{} and {precision}", w.layout.precision);
+            needed[form(w.layout.precision)] = Some(w.layout.precision);
             let cols = out.cols();
             (w, Output { data: Shared::new(out.data_mut()), cols, bias: w.bias.as_deref(), write })
         });
         let total = jobs.iter().map(|(w, _)| w.layout.tiles()).sum();
         let mut activations = self.activations.borrow_mut();
-        let prepared = activations.start(kernel, precision, k, rows);
-        // SAFETY: each row is prepared by one worker, before the barrier.
-        #[allow(unsafe_code)]
-        let prepare = |mine: Range<usize>| mine.for_each(|t| unsafe { prepared.put(kernel, t..t + 1, x.row(t)) });
+        let mut needed = needed.into_iter();
+        let prepared = activations.each_mut().map(|of| Some(of.start(kernel, needed.next().flatten()?, k, rows)));
+        let prepare = |mine: Range<usize>| {
+            for of in prepared.iter().flatten() {
+                for t in mine.clone() {
+                    // SAFETY: each row is prepared by one worker, before the barrier.
+                    #[allow(unsafe_code)]
+                    unsafe {
+                        of.put(kernel, t..t + 1, x.row(t));
+                    }
+                }
+            }
+        };
         let alone = rows * k < PARALLEL;
         if alone {
             prepare(0..rows);
@@ -88,9 +97,6 @@ impl Cpu {
                 prepare(worker.share(rows));
                 worker.barrier();
             }
-            // SAFETY: after the barrier no worker writes rows.
-            #[allow(unsafe_code)]
-            let x = |tokens| unsafe { prepared.rows(tokens) };
             let mut claimant = Claimant::new(worker.index);
             while let Some(run) = claims.next(&mut claimant, Cut::DEFAULT, worker.count, total) {
                 let mut before = 0;
@@ -100,6 +106,10 @@ impl Cpu {
                     let of_this = here(run.start)..here(run.end);
                     before += tiles;
                     let weights = Tiles { layout: &w.layout, packed: &w.tiles, range: of_this };
+                    let x = prepared[form(w.layout.precision)].as_ref().expect("each weight's form was prepared");
+                    // SAFETY: after the barrier no worker writes rows.
+                    #[allow(unsafe_code)]
+                    let x = |tokens| unsafe { x.rows(tokens) };
                     multiply(kernel, weights, rows, x, y, |first, col, cols, y, stride| {
                         output.store(first, col, cols, y, stride)
                     });

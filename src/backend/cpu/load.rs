@@ -2,15 +2,19 @@
 
 use half::bf16;
 use moebius_cache::Precision;
+use moebius_cache::codec::Source;
+use moebius_cache::convert::Tiles;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 use rayon::prelude::*;
 
 use super::Cpu;
 use super::dense::{RESULTS, TOKENS};
 use super::recur::scratch_len;
+use crate::backend::source::LinearWeight;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{DeltaRule, Load, RouterTensors};
 use crate::config::DenseBits;
+use crate::kernel::form;
 use crate::machine::heap::Heap;
 use crate::machine::memory::Buffer;
 use crate::model::{self, Mla};
@@ -82,6 +86,14 @@ fn pack(layout: &MatrixLayout, weight: &HostTensor<'_>, first: usize, tiles: &mu
     });
 }
 
+/// Packs codes and scales as they are, on all cores. Errors: one is NaN or infinite.
+fn pack_stored(layout: &MatrixLayout, source: &Source<'_>, tiles: &mut [u8]) -> Result<()> {
+    tiles
+        .par_chunks_mut(layout.tile_bytes())
+        .enumerate()
+        .try_for_each_init(Tiles::default, |packer, (i, tile)| Ok(packer.pack(layout, source, i, tile)?))
+}
+
 /// Packed weights `[heads, n, k]`, each head with tiles of its own.
 pub struct Heads {
     pub(super) heads: usize,
@@ -148,13 +160,26 @@ impl Load for Cpu {
     type Router = RouterWeights;
     type Embedding = Embedding;
 
-    fn load_linear(&self, weight: HostTensor<'_>, bias: Option<HostTensor<'_>>, bits: DenseBits) -> Result<Linear> {
-        let (n, k) = (weight.rows(), weight.cols());
-        let layout = MatrixLayout::new(n, k, precision(bits, k)?)?;
+    fn load_linear<'a>(
+        &self,
+        weight: impl Into<LinearWeight<'a>>,
+        bias: Option<HostTensor<'_>>,
+        bits: DenseBits,
+    ) -> Result<Linear> {
+        let weight = weight.into();
+        let [n, k] = weight.shape();
+        let precision = match (bits, &weight) {
+            (DenseBits::Auto, LinearWeight::Stored(held, _) | LinearWeight::StoredShape(held, _)) => *held,
+            _ => precision(bits, k)?,
+        };
+        let layout = MatrixLayout::new(n, k, precision)?;
         let mut tiles = self.tiles(1, &layout)?;
-        pack(&layout, &weight, 0, &mut tiles);
+        match weight {
+            LinearWeight::Stored(held, source) if held == precision => pack_stored(&layout, &source, &mut tiles)?,
+            weight => pack(&layout, &weight.plain()?, 0, &mut tiles),
+        }
         if self.max_rows > 0 {
-            let mut activations = self.activations.borrow_mut();
+            let activations = &mut self.activations.borrow_mut()[form(layout.precision)];
             activations.reserve(&self.heap, self.kernel, layout.precision, k, self.max_rows)?;
         }
         self.reserve(|scratch, heap| scratch.values.reserve(heap, &[RESULTS]))?;

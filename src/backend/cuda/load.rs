@@ -8,6 +8,7 @@ use moebius_cache::pack::MatrixLayout;
 
 use super::CudaBackend;
 use super::packed::PackedLinear;
+use crate::backend::source::LinearWeight;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{DeltaRule, Load, RouterTensors};
 use crate::config::DenseBits;
@@ -126,7 +127,13 @@ impl Load for CudaBackend {
     type Router = RouterWeights;
     type Embedding = DeviceBuffer<bf16>;
 
-    fn load_linear(&self, weight: HostTensor<'_>, bias: Option<HostTensor<'_>>, bits: DenseBits) -> Result<Linear> {
+    fn load_linear<'a>(
+        &self,
+        weight: impl Into<LinearWeight<'a>>,
+        bias: Option<HostTensor<'_>>,
+        bits: DenseBits,
+    ) -> Result<Linear> {
+        let weight = weight.into().plain()?;
         let (n, k) = (weight.rows(), weight.cols());
         if !k.is_multiple_of(8) {
             return Err(Error::Model(format!(

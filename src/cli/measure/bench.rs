@@ -138,7 +138,7 @@ pub fn run(
         layers: loaded.model.config().layers.len(),
         precision: PrecisionReport {
             experts: loaded.precision.as_ref().map_or("none".into(), |p| p.to_string()),
-            dense: config.dense.to_string(),
+            dense: loaded.dense.clone(),
             kv: config.kv.to_string(),
             activations: config.activations.to_string(),
         },

@@ -83,7 +83,7 @@ impl GpuPlan {
         let (Some(sizes), Some(shape)) = (&self.sizes, spec.expert_shape()?) else { return Ok(self.pinned) };
         let (cuda, heap) = (Cuda::plan(self.device.clone()), Heap::plan());
         count_experts(spec, &heap, machine.kernel, machine.team.threads(), sizes.cpu_tokens)?;
-        let epilogue = Epilogue::load(&heap, &Shapes, spec.model)?;
+        let epilogue = Epilogue::load(&heap, &Shapes::default(), spec.model)?;
         GpuExperts::count(&cuda, &heap, &shape, &epilogue, sizes)?;
         Ok(spec.ranks() as u64 * (self.pinned + cuda.pinned()) + heap.bytes())
     }
@@ -204,7 +204,7 @@ impl Planner<'_> {
         let (tokens, top_k, share) = (limits.chunk_tokens, moe.router.top_k, self.spec.largest_share());
         let sizes = Sizes { tokens, cpu_tokens, top_k, resident: 0, ring: 0, share };
         let (cuda, heap) = (Cuda::plan(self.device.clone()), Heap::plan());
-        let epilogue = Epilogue::load(&heap, &Shapes, model)?;
+        let epilogue = Epilogue::load(&heap, &Shapes::default(), model)?;
         let work = GpuExperts::count(&cuda, &heap, &shape, &epilogue, &sizes)?;
         // The context first, as chosen, or a quarter of what is left; then the experts.
         match self.context(limits, &Counted { buffers: counted.buffers + work, ..counted }, block) {
@@ -360,7 +360,7 @@ impl Counted {
         let cuda = Cuda::plan(planner.device.clone());
         let backend = planned(&planner.spec, &cuda, context)?;
         let own = cuda.allocated();
-        let weights = Weights::load(&backend, &Shapes, model, config.dense, &|_, _| Ok(()))?;
+        let weights = Weights::load(&backend, &Shapes::default(), model, config.dense, &|_, _| Ok(()))?;
         let weights_bytes = cuda.allocated() - own;
         let size = CacheSize { blocks: kv_blocks, slots: config.max_sequences, ..CacheSize::default() };
         let kv = KvCache::new(&backend, model, size, config.kv)?;

@@ -50,7 +50,7 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     const SUM_BYTES: f64 = 240e9;
     let ranks = spec.ranks() as f64;
     let sums = if ranks > 1.0 { 2.0 * spec.model.layers.len() as f64 } else { 0.0 };
-    let work = TokenWork::of(spec)?;
+    let work = TokenWork::of(&spec.decoded())?;
     let resident = plan.sizes.map_or(work.num_experts, |sizes| sizes.resident);
     let others = work.num_experts - resident;
     let (all, top_k, moe_layers) = (work.num_experts as f64, work.top_k as f64, work.moe_layers as f64);
