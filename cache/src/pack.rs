@@ -112,17 +112,20 @@ impl MatrixLayout {
     }
 
     /// Tiles of 16 rows, the last one possibly filled with zeros.
+    #[inline]
     pub fn tiles(&self) -> usize {
         self.n.div_ceil(TILE_ROWS)
     }
 
     /// Bytes of the scales at the start of a tile (a multiple of 64; 0 for BF16).
+    #[inline]
     pub fn scale_bytes(&self) -> usize {
         let (Some(g), Some(row)) = (self.precision.group_size(), self.precision.row()) else { return 0 };
         row.scales.bytes(self.k, g).next_multiple_of(64)
     }
 
     /// Bytes of one tile, scales included.
+    #[inline]
     pub fn tile_bytes(&self) -> usize {
         self.scale_bytes() + self.precision.line_bytes(self.k)
     }

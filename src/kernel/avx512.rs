@@ -327,6 +327,8 @@ unsafe fn block<const ROW: usize, const T: usize, const CHAINS: usize>(
     let mut acc = unsafe { sums::<T>(to, out) };
     for g in 0..groups {
         let ahead = to.stream.from(weights);
+        // SAFETY: the scales of group `g`, before `lines`. First, so that they are there when the sums are.
+        let [w_scale, w_offset] = unsafe { scales16::<ROW>(scales, g) };
         let mut dot = [[_mm512_setzero_si512(); CHAINS]; T];
         if bias(ROW) != 0 {
             for t in 0..T {
@@ -355,8 +357,6 @@ unsafe fn block<const ROW: usize, const T: usize, const CHAINS: usize>(
                 }
             }
         }
-        // SAFETY: the scales of group `g`, before `lines`.
-        let [w_scale, w_offset] = unsafe { scales16::<ROW>(scales, g) };
         for t in 0..T {
             let mut sum = dot[t][0];
             for c in 1..CHAINS {

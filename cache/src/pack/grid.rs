@@ -45,6 +45,7 @@ const BLOCK: usize = 32;
 
 impl Grid {
     /// Weights of one index.
+    #[inline]
     pub const fn run(self) -> usize {
         match self {
             Self::Iq2Xxs | Self::Iq2Xs | Self::Iq2S | Self::Iq1S | Self::Iq1M => 8,
@@ -53,6 +54,7 @@ impl Grid {
     }
 
     /// Words of 32 inputs of a row; of digits there are none of 32 inputs alone.
+    #[inline]
     pub const fn block_words(self) -> usize {
         match self {
             Self::Tq1_0 => 0,
@@ -61,6 +63,7 @@ impl Grid {
     }
 
     /// Words behind those of all blocks.
+    #[inline]
     pub const fn more_words(self) -> usize {
         match self {
             Self::Iq2Xxs | Self::Iq2Xs | Self::Iq3Xxs => 0,
@@ -71,16 +74,19 @@ impl Grid {
     }
 
     /// Words of a super-block of a row.
+    #[inline]
     pub const fn words(self) -> usize {
         SUPER_BLOCK / BLOCK * self.block_words() + self.more_words()
     }
 
     /// Whether weights are made of -1, 0 and 1, and have no signs beside.
+    #[inline]
     pub const fn has_ones(self) -> bool {
         matches!(self, Self::Iq1S | Self::Iq1M | Self::Tq1_0)
     }
 
     /// Where the upper bits of the indices of a block are: word, and the lowest bit.
+    #[inline]
     pub const fn upper_at(self, block: usize) -> (usize, usize) {
         match self.more_words() {
             0 => (block * self.block_words() + self.block_words() - 1, 28),
@@ -89,11 +95,13 @@ impl Grid {
     }
 
     /// Which of the bits behind `upper_at` says that a run is an eighth less.
+    #[inline]
     pub const fn less_at(self, run: usize) -> usize {
         if matches!(self, Self::Iq1S) { 15 } else { 12 + run }
     }
 
     /// Where a run of four digits is: word, and digit.
+    #[inline]
     pub const fn digit_at(block: usize, run: usize) -> (usize, usize) {
         match (block, 2 * (block % 5) + run / 4) {
             (0..5, _) => (run, block),
@@ -103,11 +111,13 @@ impl Grid {
     }
 
     /// Whether there is a bit for each sign, and upper bits of indices lie apart.
+    #[inline]
     pub const fn has_all_signs(self) -> bool {
         matches!(self, Self::Iq2S | Self::Iq3S)
     }
 
     /// Bits of an index above its byte.
+    #[inline]
     pub const fn upper_bits(self) -> usize {
         match self {
             Self::Iq2Xxs | Self::Iq3Xxs => 0,
@@ -119,6 +129,7 @@ impl Grid {
     }
 
     /// The largest magnitude.
+    #[inline]
     pub const fn largest(self) -> i8 {
         match self {
             Self::Iq2Xxs | Self::Iq2Xs | Self::Iq2S => 43,
@@ -131,6 +142,7 @@ impl Grid {
 
     /// The magnitudes of four weights in a word: of index `i`, or of its halves at `2 i` and `2 i + 1` where it has
     /// eight; of IQ1 eight times -1, 0 and 1.
+    #[inline]
     pub const fn magnitudes(self) -> &'static [u32] {
         match self {
             Self::Iq2Xxs => &IQ2_XXS,

@@ -74,6 +74,7 @@ pub enum ScaleType {
 
 impl ScaleType {
     /// Bytes of a scale.
+    #[inline]
     pub const fn bytes(self) -> usize {
         match self {
             ScaleType::Bf16 | ScaleType::F16 => 2,
@@ -135,6 +136,7 @@ pub enum CodeType {
 
 impl CodeType {
     /// Bits of a stored code; of a grid's those that are no upper bits of indices.
+    #[inline]
     pub const fn bits(self) -> usize {
         match self {
             Self::Grid(grid) => grid.block_words(),
@@ -145,6 +147,7 @@ impl CodeType {
     }
 
     /// Bytes of the codes of `k` inputs of 16 rows; of a grid's on average, but for whole super-blocks.
+    #[inline(always)] // with constants, in loops of kernels
     pub const fn bytes(self, k: usize) -> usize {
         match self {
             Self::Grid(grid) => k * TILE_ROWS * grid.words() * 4 / SUPER_BLOCK,
@@ -153,6 +156,7 @@ impl CodeType {
     }
 
     /// Whether codes are floats, which meet activations that are floats; integers meet integers.
+    #[inline]
     pub const fn are_floats(self) -> bool {
         matches!(self, Self::E4m3)
     }
@@ -208,6 +212,7 @@ impl CodeType {
     }
 
     /// The smallest and the largest code; of floats all bytes are codes.
+    #[inline]
     pub const fn range(self) -> [i8; 2] {
         match self {
             Self::E2m1 => [-12, 12],
@@ -222,6 +227,7 @@ impl CodeType {
     }
 
     /// The values that bits stand for, where they are not every integer of their range.
+    #[inline]
     pub const fn table(self) -> Option<&'static [i8; 16]> {
         match self {
             Self::E2m1 => Some(&DOUBLED_E2M1),
@@ -307,6 +313,7 @@ pub enum Counts {
 
 impl Counts {
     /// Bits of a count beside `d`.
+    #[inline]
     pub const fn bits(self) -> usize {
         match self {
             Self::Zero | Self::Within => 0,
@@ -317,6 +324,7 @@ impl Counts {
 
 impl Scales {
     /// Whether groups have offsets.
+    #[inline]
     pub const fn have_offsets(self) -> bool {
         match self {
             Self::Plain | Self::Wide | Self::E4m3 | Self::Odd { .. } => false,
@@ -326,11 +334,13 @@ impl Scales {
     }
 
     /// Whether a weight is a scale times an integer, or a float: its code, or that less the code of zero.
+    #[inline]
     pub const fn are_single(self) -> bool {
         matches!(self, Self::Plain | Self::Wide | Self::Zeros)
     }
 
     /// Bytes of the numbers that all groups of a super-block, or of the row, share, of 16 rows.
+    #[inline]
     pub const fn head_bytes(self) -> usize {
         match self {
             Self::Plain | Self::Wide | Self::WithOffset | Self::Zeros => 0,
@@ -341,6 +351,7 @@ impl Scales {
     }
 
     /// Bytes of a group's own, of 16 rows.
+    #[inline]
     pub const fn record_bytes(self) -> usize {
         match self {
             Self::Plain => 2 * TILE_ROWS,
@@ -353,11 +364,13 @@ impl Scales {
     }
 
     /// Whether they are of two levels, in super-blocks.
+    #[inline]
     pub const fn have_super_blocks(self) -> bool {
         matches!(self, Self::Counted { .. } | Self::Odd { .. })
     }
 
     /// Bytes of the scales of `k` inputs of 16 rows.
+    #[inline(always)] // with constants, in loops of kernels
     pub const fn bytes(self, k: usize, group_size: usize) -> usize {
         let heads = match self {
             Self::Plain | Self::Wide | Self::WithOffset | Self::Zeros => 0,
@@ -368,6 +381,7 @@ impl Scales {
     }
 
     /// Where a group's own bytes begin in a tile, and where those of its super-block, or of the row, do.
+    #[inline(always)] // with constants, in loops of kernels
     pub const fn at(self, group: usize, group_size: usize) -> (usize, usize) {
         match self {
             Self::Plain | Self::Wide | Self::WithOffset | Self::Zeros | Self::E4m3 => {
@@ -672,6 +686,7 @@ impl Precision {
     }
 
     /// The number of its row in [`Row::ALL`]; `None` for BF16.
+    #[inline]
     pub const fn row_number(self) -> Option<usize> {
         Some(match self {
             Precision::Bf16 => return None,
@@ -705,6 +720,7 @@ impl Precision {
     }
 
     /// Its codes and scales; `None` for BF16.
+    #[inline]
     pub const fn row(self) -> Option<Row> {
         match self.row_number() {
             Some(number) => Some(Row::ALL[number]),
@@ -713,6 +729,7 @@ impl Precision {
     }
 
     /// Type of the codes; `None` for BF16.
+    #[inline]
     pub const fn codes(self) -> Option<CodeType> {
         match self.row() {
             Some(row) => Some(row.codes),
@@ -729,6 +746,7 @@ impl Precision {
     }
 
     /// Inputs that share a scale; `None` for BF16.
+    #[inline]
     pub const fn group_size(self) -> Option<usize> {
         match (self, self.row()) {
             (
