@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
+use std::sync::OnceLock;
 
 use moebius_cache::pack::{self, BF16_INPUTS, Counts, Grid, MatrixLayout, TILE_ROWS};
 
@@ -131,6 +132,21 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 unsafe fn tokens<const ROW: usize>(scales: Scales<'_>, lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
+    if const { is_planar(ROW) } && is_x86_feature_detected!("avx512vbmi") {
+        // SAFETY: as promised to this function; the feature was detected, `x` has as many rows as the instance takes.
+        unsafe {
+            match x.len() {
+                1 => planar_block::<ROW, 1>(scales, lines, x, out, to),
+                2 => planar_block::<ROW, 2>(scales, lines, x, out, to),
+                3 => planar_block::<ROW, 3>(scales, lines, x, out, to),
+                4 => planar_block::<ROW, 4>(scales, lines, x, out, to),
+                5 => planar_block::<ROW, 5>(scales, lines, x, out, to),
+                6 => planar_block::<ROW, 6>(scales, lines, x, out, to),
+                n => unreachable!("{n} tokens in a block"),
+            }
+        }
+        return;
+    }
     macro_rules! by_count {
         ($($n:literal $chains:literal),*) => {
             match x.len() {
@@ -367,6 +383,150 @@ unsafe fn block<const ROW: usize, const T: usize, const CHAINS: usize>(
             if row(ROW).scales.have_offsets() {
                 acc[t] = _mm512_fmadd_ps(w_offset, _mm512_set1_ps(x.total(g, t)), acc[t]);
             }
+        }
+    }
+    for t in 0..T {
+        let out = &mut out[t * to.stride..][..TILE_ROWS];
+        // SAFETY: 16 floats, as just sliced.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), acc[t]) };
+    }
+}
+
+/// Whether codes are places in a small grid, each of which stands for four weights.
+const fn is_planar(number: usize) -> bool {
+    is_grid(number) && matches!(grid(number), Grid::Iq3Xxs | Grid::Iq3S)
+}
+
+/// Of each of four weights the codes that places in a grid stand for, unsigned.
+#[repr(C, align(64))]
+struct Planes([[u8; 512]; 4]);
+
+impl Planes {
+    /// Those of a grid.
+    fn of<const ROW: usize>() -> &'static Self {
+        static OF_GRIDS: [OnceLock<Planes>; 2] = [const { OnceLock::new() }; 2];
+        let code = |i: usize, plane: usize| {
+            let four = grid(ROW).magnitudes().get(i).map_or([0; 4], |four| four.to_le_bytes());
+            four[plane] + bias(ROW) as u8
+        };
+        let planes = || Planes(std::array::from_fn(|plane| std::array::from_fn(|i| code(i, plane))));
+        OF_GRIDS[grid(ROW).upper_bits()].get_or_init(planes)
+    }
+}
+
+/// What seven bits of signs are with the eighth, which makes the number of ones even.
+static EVEN: [u8; 128] = {
+    let mut signs = [0; 128];
+    let mut i = 0;
+    while i < 128 {
+        signs[i] = i as u8 | (i.count_ones() as u8 & 1) << 7;
+        i += 1;
+    }
+    signs
+};
+
+/// [`block`] of codes that are places in a small grid.
+///
+/// The 64 places of a line are looked up at once in registers, in the order in which they lie: the first of each four
+/// weights, then the second ones. Activations are brought into that order; gathering from memory takes four times as
+/// long.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+unsafe fn planar_block<const ROW: usize, const T: usize>(
+    scales: Scales<'_>,
+    lines: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    to: To,
+) {
+    let (grid, planes) = (grid(ROW), Planes::of::<ROW>());
+    let codes = x.codes_of::<T>();
+    let mut weights = lines.as_ptr();
+    if T <= PREFETCH_TOKENS {
+        // The lines that prefetching from the first code on would step over.
+        let first = weights.wrapping_sub(scales.bytes.len());
+        to.stream.from(first).prefetch(first, scales.bytes.len() / 64);
+    }
+    // SAFETY: 64 bytes of a table.
+    let of_table = |table: &[u8], at: usize| unsafe { _mm512_loadu_si512(table[at..][..64].as_ptr().cast()) };
+    let even = [of_table(&EVEN, 0), of_table(&EVEN, 64)];
+    let twice = _mm512_set1_epi8((2 * bias(ROW)) as i8);
+    let across = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    // SAFETY: as promised to this function.
+    let mut acc = unsafe { sums::<T>(to, out) };
+    for g in 0..x.k / x.group {
+        let ahead = to.stream.from(weights);
+        // SAFETY: the scales of group `g`, before `lines`.
+        let [w_scale, _] = unsafe { scales16::<ROW>(scales, g) };
+        let mut dot = [[_mm512_setzero_si512(); 2]; T];
+        for t in 0..T {
+            dot[t][0] = _mm512_set1_epi32(-bias(ROW) * x.sum(g, t));
+        }
+        let (at, first) = grid_at(ROW, g);
+        // SAFETY: the words of the group, inside the tile whose length was checked.
+        let line = |at: usize| unsafe { _mm512_loadu_si512(lines.as_ptr().add(at).cast()) };
+        let signs = line(at + (grid.block_words() - 1) * 64);
+        for half in 0..2 {
+            if T <= PREFETCH_TOKENS {
+                ahead.prefetch(weights, half_lines(ROW, half));
+            }
+            weights = weights.wrapping_add(step(ROW, half));
+            let places = line(at + 64 * half);
+            let upper = _mm512_movepi8_mask(places);
+            // The signs of weights 0 to 7 in the lower bytes of a dword, of 8 to 15 in the others.
+            let each = if grid.has_all_signs() { 8 } else { 7 };
+            let from = (2 * each * half) as i64;
+            let of_dword = from * 0x0101 + (from + each as i64) * 0x0101_0000;
+            let bits = _mm512_set1_epi64(of_dword | (of_dword + 0x2020_2020) << 32);
+            let mut negative = _mm512_multishift_epi64_epi8(bits, signs);
+            if !grid.has_all_signs() {
+                negative = _mm512_permutex2var_epi8(even[0], negative, even[1]);
+            }
+            // Places in the second half of a grid of 512.
+            let mut beyond = 0;
+            if grid.upper_bits() > 0 {
+                let (word, lowest) = grid.upper_at(g % 8);
+                let above = _mm512_srl_epi32(line(first + 64 * word), _mm_cvtsi32_si128(lowest as i32));
+                let lowest = _mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+                let above = _mm512_shuffle_epi8(above, _mm512_broadcast_i32x4(lowest));
+                let bits = _mm512_set1_epi32([0x0804_0201, 0x8040_2010_u32 as i32][half]);
+                beyond = _mm512_test_epi8_mask(above, bits);
+            }
+            let mut four = [_mm512_setzero_si512(); T];
+            for t in 0..T {
+                // SAFETY: the codes of 16 inputs.
+                let x16 = unsafe {
+                    let k = 32 * g + 16 * half;
+                    _mm_loadu_si128(codes[t].add(k / BLOCK * x.stride * BLOCK + k % BLOCK).cast())
+                };
+                four[t] = _mm512_broadcast_i32x4(_mm_shuffle_epi8(x16, across));
+            }
+            macro_rules! plane {
+                ($($j:literal)*) => {$({
+                    let table = &planes.0[$j];
+                    let lookup = |at: usize| {
+                        let low = _mm512_permutex2var_epi8(of_table(table, at), places, of_table(table, at + 64));
+                        let high =
+                            _mm512_permutex2var_epi8(of_table(table, at + 128), places, of_table(table, at + 192));
+                        _mm512_mask_blend_epi8(upper, low, high)
+                    };
+                    let mut code = lookup(0);
+                    if grid.upper_bits() > 0 {
+                        code = _mm512_mask_blend_epi8(beyond, code, lookup(256));
+                    }
+                    let bit = _mm512_set1_epi16(0x1001 << $j);
+                    let code = _mm512_mask_sub_epi8(code, _mm512_test_epi8_mask(negative, bit), twice, code);
+                    for t in 0..T {
+                        let x4 = _mm512_shuffle_epi32::<{ 0x55 * $j }>(four[t]);
+                        dot[t][$j % 2] = _mm512_dpbusd_epi32(dot[t][$j % 2], code, x4);
+                    }
+                })*};
+            }
+            plane!(0 1 2 3);
+        }
+        for t in 0..T {
+            let sum = _mm512_add_epi32(dot[t][0], dot[t][1]);
+            let scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x.scale(g, t)));
+            acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, acc[t]);
         }
     }
     for t in 0..T {
