@@ -55,7 +55,7 @@ pub use record::{Addition, DecodeShape, Hooks, OpTime, Rates, Record};
 pub use recur::{DeltaInputs, KdaInputs, KdaRule, Mamba2Inputs, Mamba2Rule, Recur};
 pub use route::{Route, Routing};
 pub use select::{IndexQueries, KeyNorm, KeyPool, Select};
-pub use streams::{ConnectWeights, NgramInputs, NgramNorms, Streams};
+pub use streams::{ConnectWeights, NgramInputs, NgramNorms, ReadBy, Streams};
 
 /// A device that runs the model: it does all of these.
 pub trait Backend: Memory + Load + Dense + Attend + Compress + Streams + Route + Rank + Record {}

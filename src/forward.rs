@@ -111,6 +111,7 @@ impl<B: Backend> Model<B> {
             for (i, (layer, weights)) in config.layers.iter().zip(&weights.layers).enumerate() {
                 let moe = matches!(layer.ffn, Ffn::Moe(_)).then(|| moe_layers.next()).flatten();
                 let ngrams = layer.ngrams.as_ref().and_then(|_| ngram_layers.next());
+                let (cache, lent) = kv.layer(i, config.lender(i));
                 let mut layer = Layer {
                     backend,
                     norm: config.norm,
@@ -118,7 +119,9 @@ impl<B: Backend> Model<B> {
                     config: layer,
                     weights,
                     rope: ropes.of_layer(i),
-                    cache: &mut kv.layers[i],
+                    cache,
+                    lent,
+                    is_first: i == 0,
                     experts: experts.as_deref_mut().zip(moe),
                     choices: choices.as_ref(),
                     ngrams,
@@ -152,6 +155,8 @@ struct Layer<'a, B: Backend> {
     weights: &'a LayerWeights<B>,
     rope: Option<usize>, // its angles
     cache: &'a mut LayerCache<B>,
+    lent: Option<&'a LayerCache<B>>, // of the layer that it borrows from
+    is_first: bool,
     experts: Option<(&'a mut (dyn ExpertExecutor<B> + 'static), usize)>, // and its number among the MoE layers
     choices: Option<&'a Choices<B>>,                                     // of the pass
     ngrams: Option<usize>,                                               // its rows of the parts
@@ -163,27 +168,31 @@ const CONNECTED: &str = "connected streams have buffers, and norms of both parts
 impl<B: Backend> Layer<'_, B> {
     /// `x += attention(norm(x)); x += ffn(norm(x))`, or as [`Residual`](crate::model::Residual) says.
     fn run(&mut self, part: &mut Part<B>) -> Result<()> {
-        let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, choices, ngrams, buffers } = self;
-        let (backend, eps) = (*backend, *norm_eps);
+        let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, choices, ngrams, buffers, .. } =
+            self;
+        let (backend, eps, lent) = (*backend, *norm_eps, self.lent);
         buffers.set_rows(backend, part.rows.len());
         let Buffers { h, attention: of_attention, ffn: of_ffn, result, mixing, connecting, ngrams: of_ngrams } =
             &mut **buffers;
-        let Part { batch, x, angles, chosen, ngrams: rows, .. } = part;
+        let Part { batch, x, angles, chosen, shares, ngrams: rows, .. } = part;
 
         if let (Some(config), Some(weights), Some(i)) = (&config.ngrams, &weights.ngrams, ngrams) {
             let of_layer = ngrams::Layer { config, weights, state: cache.ngrams(), rows: &rows[*i] };
-            let (Some(buffers), Some(mixing)) = (of_ngrams, &mut *mixing) else {
-                panic!("n-grams and mixers have buffers");
-            };
-            let mut streams = Stream::plain(&mut *x);
-            ngrams::ngrams(backend, batch, of_layer, (buffers, mixing, eps), &mut streams)?;
+            let buffers = of_ngrams.as_mut().expect("n-grams have buffers");
+            let buffers = (buffers, mixing.as_mut(), eps);
+            ngrams::ngrams(backend, batch, of_layer, buffers, &mut Stream::plain(&mut *x))?;
         }
 
         let rotary = rope.zip(config.attention.rope());
         let rotary = rotary.map(|(i, rope)| Rotary { angles: &angles[i], interleaved: rope.interleaved });
         let step = Step { backend, batch, rotary, norm_eps: eps };
-        let of_layer =
-            attention::Layer { config: &config.attention, weights: &weights.attention, cache: &mut **cache, chosen };
+        let of_layer = attention::Layer {
+            config: &config.attention,
+            weights: &weights.attention,
+            cache: &mut **cache,
+            lent,
+            chosen,
+        };
         let mut stream = Stream::of_term(&mut *x, weights.attention_term);
         match (&weights.entries, &mut *mixing, &mut *result) {
             (Entries::Mixers([mixer, _]), Some(mixing), Some(result)) => {
@@ -192,9 +201,11 @@ impl<B: Backend> Layer<'_, B> {
             }
             (Entries::Mixers(_), ..) => panic!("several streams have buffers for their mixers"),
             (Entries::Connected([connection, _], norms), _, Some(result)) => {
-                let connecting = connecting.as_mut().expect(CONNECTED);
-                connection.read(backend, (&norms.attention, eps), stream.x, connecting, h);
-                stream.after = Some(After { through: Through::Connected(&connecting.shares), result });
+                let ([own, before], connecting) =
+                    (shares.as_mut().expect(CONNECTED), connecting.as_mut().expect(CONNECTED));
+                let before = (!self.is_first).then_some(&*before);
+                connection.read(backend, (&norms.attention, eps), stream.x, (connecting, before), own, h);
+                stream.after = Some(After { through: Through::Connected(own), result });
             }
             (Entries::Connected(..), ..) => panic!("{CONNECTED}"),
             (Entries::Norms(norms), _, result) => {
@@ -224,9 +235,11 @@ impl<B: Backend> Layer<'_, B> {
             }
             (Entries::Mixers(_), ..) => panic!("several streams have buffers for their mixers"),
             (Entries::Connected([_, connection], norms), _, Some(result)) => {
-                let (connecting, norm) = (connecting.as_mut().expect(CONNECTED), norms.ffn.as_ref().expect(CONNECTED));
-                connection.read(backend, (norm, eps), stream.x, connecting, h);
-                stream.after = Some(After { through: Through::Connected(&connecting.shares), result });
+                let ([before, own], connecting) =
+                    (shares.as_mut().expect(CONNECTED), connecting.as_mut().expect(CONNECTED));
+                let norm = norms.ffn.as_ref().expect(CONNECTED);
+                connection.read(backend, (norm, eps), stream.x, (connecting, Some(&*before)), own, h);
+                stream.after = Some(After { through: Through::Connected(own), result });
             }
             (Entries::Connected(..), ..) => panic!("{CONNECTED}"),
             (Entries::Norms(norms), _, result) => {

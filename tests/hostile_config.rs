@@ -53,6 +53,7 @@ fn configs() -> Vec<Value> {
         "bailing_hybrid",
         "glm5_next",
         "deepseek_v4",
+        "deepseek_v41",
     ];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
     let dirs = FIXTURES
@@ -315,6 +316,26 @@ fn numbers_beyond_reason_are_named() {
     ] {
         let mut config = config.clone();
         config[field] = value;
+        let text = families::parse(&config.to_string()).unwrap_err().to_string();
+        assert!(text.contains(field), "{text}");
+    }
+    for (field, value) in [
+        ("compress_ratios", json!([0, 3, 3, 1, 1, 1])),
+        ("kv_source_layer_ids", json!([0, 1, 3])),
+        ("index_source_layer_ids", json!([1, 4])),
+        ("index_source_layer_ids", json!([1, 3, 6])),
+        ("candidate_source_layer_id", json!(1)),
+        ("candidate_source_layer_id", json!("3")),
+        ("candidate_topk_blocks", json!(2)),
+        ("engram_layer_ids", json!([1, 1])),
+        ("engram_layer_ids", json!([6])),
+        ("engram_max_ngram_size", json!(1)),
+        ("engram_vocab_size", json!(1u64 << 30)),
+        ("engram_compressed_vocab_size", json!(0)),
+        ("gate_temp", json!(0)),
+    ] {
+        let mut config = named("deepseek_v41");
+        config["text_config"][field] = value;
         let text = families::parse(&config.to_string()).unwrap_err().to_string();
         assert!(text.contains(field), "{text}");
     }

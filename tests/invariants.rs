@@ -29,6 +29,7 @@ const MODELS: &[&str] = &[
     "ling-3",
     "glm-5.3-flash",
     "deepseek-v4",
+    "deepseek-v4.1",
 ];
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {

@@ -32,9 +32,17 @@ fn config() -> EngineConfig {
 }
 
 /// A delta rule's matrices, with a decay for a head or for each key; Mamba-2's; windows of keys; entries and pools of
-/// keys that are not whole.
-const MODELS: [&str; 7] =
-    ["qwen3_next", "deepseek_v4", "kimi_linear", "bailing_hybrid", "glm5_next", "nemotron_h", "granitemoehybrid"];
+/// keys that are not whole; the last tokens.
+const MODELS: [&str; 8] = [
+    "qwen3_next",
+    "deepseek_v4",
+    "deepseek_v41",
+    "kimi_linear",
+    "bailing_hybrid",
+    "glm5_next",
+    "nemotron_h",
+    "granitemoehybrid",
+];
 
 fn loaded(model: &str) -> Loaded {
     let loaded = load::load(&folder(model, &fixture_dir(model)), &config(), &|_| {}).unwrap();

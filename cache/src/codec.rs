@@ -23,6 +23,7 @@ use self::find::Stored;
 pub use self::formats::{Format, Library};
 use self::formats::{float, fp8};
 pub use self::quantization::Quantization;
+pub(crate) use self::scales::e8m0;
 use crate::checkpoint::{Checkpoint, GgmlType, TensorView};
 use crate::pack::{Blocks, CodeType, GROUP_SIZES, MatrixLayout, Precision, ScaleType, Scales};
 use crate::{Error, Result};

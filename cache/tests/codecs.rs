@@ -233,6 +233,32 @@ fn a_table_of_fp8_has_one_scale() {
     }
 }
 
+/// A table of n-grams in FP8, with powers of two for runs of each row, as DeepSeek-V4.1 has it.
+#[test]
+fn a_table_of_fp8_has_scales_of_rows() {
+    let bytes: Vec<u8> = (0..3 * 16).map(|i| (i * 5 % 0x7f) as u8 | (i as u8 & 1) << 7).collect();
+    let written = Written::new(Value::Null).add("m.embed.weight", Dtype::F8_E4M3, &[3, 16], bytes.clone());
+    let with = |exponents: &[u8], shape: &[usize]| {
+        written.clone().add("m.embed.scale", Dtype::F8_E8M0, shape, exponents.to_vec())
+    };
+    let exponents = [127, 128, 120, 130, 127, 255];
+    let dir = TempDir::new().unwrap();
+    let table = with(&exponents, &[3, 2]).write(dir.path()).table("m.embed.weight", "none", 16).unwrap();
+    for i in 0..2 {
+        let mut row = [0.0; 16];
+        table.row(i, &mut row).unwrap();
+        let scale = |j: usize| 2f32.powi(i32::from(exponents[2 * i + j / 8]) - 127);
+        let want: Vec<f32> = (0..16).map(|j| e4m3(bytes[i * 16 + j]) * scale(j)).collect();
+        assert_eq!(row.to_vec(), want);
+    }
+    let error = table.row(2, &mut [0.0; 16]).unwrap_err().to_string();
+    assert!(error.contains("no numbers"), "{error}");
+    let dir = TempDir::new().unwrap();
+    let other =
+        with(&exponents, &[2, 3]).write(dir.path()).table("m.embed.weight", "none", 16).unwrap_err().to_string();
+    assert!(other.contains("m.embed.scale"), "{other}");
+}
+
 /// As Step-3.7-Flash-NVFP4 has them: a number for each expert.
 #[test]
 fn nvfp4_of_stacked_experts_has_numbers_of_each() {

@@ -11,14 +11,15 @@ use crate::model::{Compressed, Compressor};
 pub struct CompressRule<'a, B: Load> {
     /// Its shape.
     pub compressor: Compressor,
-    /// `[ratio, width]`
+    /// `[ratio, width]`, zeros of one without a bias.
     pub bias: &'a B::Norm,
     /// `[dim]`
     pub norm: &'a B::Norm,
     /// Epsilon of the norm.
     pub eps: f32,
-    /// Angle per position of each rotated pair; the pairs are neighbours, at an entry's end.
-    pub inv_freq: &'a B::Norm,
+    /// Angle per position of each rotated pair; the pairs are neighbours, at an entry's end. `None`: something reads
+    /// the entry before it is [rotated](Compress::rope_entries).
+    pub inv_freq: Option<&'a B::Norm>,
     /// Where in a slot's numbers its open entries stand, and how many numbers a slot has.
     pub state: (usize, usize),
 }
@@ -67,6 +68,9 @@ pub trait Compress: Select + Recur {
         x: &Self::Tensor,
         out: &mut Self::Tensor,
     );
+    /// Rotates the last numbers of rows of tokens that end an entry of `ratio` positions, to the first of these, by the
+    /// angles per position `inv_freq`; the pairs are neighbours.
+    fn rope_entries(&self, batch: &Self::Batch, ratio: usize, inv_freq: &Self::Norm, rows: &mut Self::Tensor);
     /// Stores the rows of tokens that end an entry.
     fn entries_write(&self, entries: &mut Self::Entries, batch: &Self::Batch, rows: &Self::Tensor);
     /// The same as index keys, of entries of so many positions.

@@ -14,6 +14,16 @@ pub struct ConnectWeights<'a, B: Recur> {
     pub scale: &'a B::Norm,
 }
 
+/// Whose `pre` says what is read of connected streams.
+pub enum ReadBy<'a, B: Recur> {
+    /// The connection's own.
+    Own,
+    /// Those of these shares, `[T, rows]`.
+    Shares(&'a B::Tensor),
+    /// Nobody's: the first stream is read.
+    First,
+}
+
 /// What gates of n-grams are made with.
 pub struct NgramNorms<'a, B: Recur> {
     /// Of the keys, `[streams * hidden]`.
@@ -50,17 +60,20 @@ pub trait Streams: Recur {
     fn mix_streams(&self, gate: &Self::Tensor, normed: &Self::Tensor, out: &mut Self::Tensor);
     /// `x[t, s] += inject[t, s] * y[t]`, all f32; `y` `[T, hidden]`.
     fn inject(&self, y: &Self::Tensor, inject: &Self::Tensor, x: &mut Self::Tensor);
-    /// `out[t] = sum over s of pre_s * x[t, s]`, `[T, hidden]`; `shares` become `post` and `C`, behind as many
-    /// numbers as there are streams, `[T, rows]`, as [`Connections`] say; all f32. Weights that make nothing but `pre`
-    /// have `shares` of `[T, streams]`. The number is the norm's epsilon.
+    /// `out[t] = sum over s of pre_s * x[t, s]`, `[T, hidden]`, `pre` as `by` says; `shares` become `post` and `C`,
+    /// behind as many numbers of `pre` as there are streams, `[T, rows]`, as [`Connections`] say; all f32. Weights that
+    /// make nothing but `pre` have `shares` of `[T, streams]`. The number is the norm's epsilon.
     fn collapse_streams(
         &self,
         x: &Self::Tensor,
         w: &ConnectWeights<'_, Self>,
         of: (Connections, f32),
+        by: ReadBy<'_, Self>,
         shares: &mut Self::Tensor,
         out: &mut Self::Tensor,
     );
+    /// `out[t] = sum over s of pre_s * x[t, s]`, `[T, hidden]`, by the `shares` of a connection, `[T, rows]`; all f32.
+    fn sum_streams(&self, x: &Self::Tensor, of: Connections, shares: &Self::Tensor, out: &mut Self::Tensor);
     /// `x[t, k] = post_k * y[t] + sum over j of C_jk x[t, j]`, all f32; `y` `[T, hidden]`.
     fn connect_streams(&self, y: &Self::Tensor, shares: &Self::Tensor, x: &mut Self::Tensor);
     /// `out[t] = 1 / streams * sum over s of x[t, s]`, f32; `out` `[T, hidden]`.
@@ -68,6 +81,8 @@ pub trait Streams: Recur {
     /// `key[t, s] = sigmoid(sign(g) sqrt(max(|g|, 1e-6))) * value[t]`, with `g = norm(key[t, s]) . norm(x[t, s]) /
     /// sqrt(hidden)`; `key` `[T, streams * hidden]`, `value` `[T, hidden]`.
     fn gate_ngrams(&self, norms: &NgramNorms<'_, Self>, x: &Self::Tensor, value: &Self::Tensor, key: &mut Self::Tensor);
+    /// `x[t] += u[t]`, `u` `[T, streams * hidden]`.
+    fn add_ngrams(&self, u: &Self::Tensor, x: &mut Self::Tensor);
     /// `x[t] += gated[t] + silu(sum over taps of tap * normed)`, and keeps what the sequences' next tokens need of
     /// `normed` in the slots of `state`; position 0 begins from zeros.
     fn convolve_ngrams(

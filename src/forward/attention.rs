@@ -63,14 +63,14 @@ macro_rules! kinds {
         /// values, or what its sequences' states become. `h` is the part's input, or a buffer for it, `[T, hidden]`.
         pub(super) fn attention<B: Backend>(
             step: &Step<'_, B>,
-            Layer { config, weights, cache, chosen }: Layer<'_, B>,
+            Layer { config, weights, cache, lent, chosen }: Layer<'_, B>,
             buffers: &mut AttentionBuffers<B>,
             h: &mut B::Tensor,
             stream: &mut Stream<'_, B>,
         ) -> Result<()> {
             match (config, weights, buffers.of(config)) {
                 $((Attention::$kind(config), AttentionWeights::$kind(weights), Buffers::$kind(buffers)) => {
-                    $file::attention(step, Layer { config, weights, cache, chosen }, buffers, h, stream)
+                    $file::attention(step, Layer { config, weights, cache, lent, chosen }, buffers, h, stream)
                 })+
                 _ => panic!("configuration, weights and buffers of one layer are of one kind"),
             }
@@ -130,6 +130,8 @@ pub struct Layer<'a, B: Backend, C = Attention, W = AttentionWeights<B>> {
     pub weights: &'a W,
     /// Keys and values, or recurrent state.
     pub cache: &'a mut LayerCache<B>,
+    /// The cache of the layer whose entries it borrows.
+    pub lent: Option<&'a LayerCache<B>>,
     /// The positions that the last layer with an indexer chose.
     pub chosen: &'a mut Option<B::Chosen>,
 }

@@ -43,11 +43,12 @@ pub(super) struct Parts<B: Backend> {
 pub(super) struct Part<B: Backend> {
     pub(super) rows: Range<usize>, // of the batch
     pub(super) batch: B::Batch,
-    pub(super) x: B::Tensor,              // [T, streams * hidden], the residual streams
-    pub(super) ngrams: Vec<B::Tensor>,    // [T, width of their rows], one for each layer that has them
-    pub(super) angles: Vec<B::Tensor>,    // [T, rope.dim], one for each distinct rope
-    pub(super) chosen: Option<B::Chosen>, // by the last layer with an indexer
-    width: usize,                         // of x
+    pub(super) x: B::Tensor,                   // [T, streams * hidden], the residual streams
+    pub(super) ngrams: Vec<B::Tensor>,         // [T, width of their rows], one for each layer that has them
+    pub(super) angles: Vec<B::Tensor>,         // [T, rope.dim], one for each distinct rope
+    pub(super) chosen: Option<B::Chosen>,      // by the last layer with an indexer
+    pub(super) shares: Option<[B::Tensor; 2]>, // [T, rows], f32: `pre`, `post` and `C` of the last connections
+    width: usize,                              // of x
 }
 
 /// Activations within a layer, allocated once at their largest.
@@ -73,6 +74,10 @@ impl<B: Backend> Parts<B> {
                 x: backend.tensor_f32(tokens, width)?,
                 ngrams: model.ngrams().map(|(_, n)| backend.tensor(tokens, n.width())).collect::<Result<_>>()?,
                 angles: ropes.iter().map(|rope| backend.tensor_f32(tokens, rope.dim)).collect::<Result<_>>()?,
+                shares: match model.connections() {
+                    Some(of) => Some([backend.tensor_f32(tokens, of.rows())?, backend.tensor_f32(tokens, of.rows())?]),
+                    None => None,
+                },
                 chosen: indexer.map(|indexer| backend.chosen(indexer, tokens)).transpose()?,
                 width,
             })
@@ -100,28 +105,34 @@ impl<B: Backend> Parts<B> {
                 batch.part(part.rows.clone(), cut);
                 backend.set_batch(&mut part.batch, cut);
             }
-            for t in part.angles.iter_mut().chain(&mut part.ngrams).chain([&mut part.x]) {
+            let shares = part.shares.iter_mut().flatten();
+            for t in part.angles.iter_mut().chain(&mut part.ngrams).chain(shares).chain([&mut part.x]) {
                 backend.set_rows(t, part.rows.len());
             }
         }
         parts
     }
 
-    /// Copies rows of the last batch's residual stream, `out[i] = x[rows[i]]`.
-    pub(super) fn gather(&self, backend: &B, rows: &[usize], out: &mut B::Tensor) {
+    /// Copies rows of a tensor that the parts of the last batch have, `out[i] = of[rows[i]]`.
+    pub(super) fn gather(&self, backend: &B, rows: &[usize], of: impl Fn(&Part<B>) -> &B::Tensor, out: &mut B::Tensor) {
         let parts = &self.all[..self.used];
         let part_of =
             |row: &usize| parts.iter().position(|part| part.rows.contains(row)).expect("a row of the last batch");
         let mut at = 0;
         for same in rows.chunk_by(|a, b| part_of(a) == part_of(b)) {
             let part = &parts[part_of(&same[0])];
-            backend.gather(&part.x, same, part.rows.start, out, at);
+            backend.gather(of(part), same, part.rows.start, out, at);
             at += same.len();
         }
     }
 }
 
 impl<B: Backend> Part<B> {
+    /// What the last connection of a pass made, `[T, rows]`.
+    pub(super) fn last_shares(&self) -> &B::Tensor {
+        &self.shares.as_ref().expect("connected streams have shares")[1]
+    }
+
     /// Appends those of the batch's `rows` that are in this part to `out`, `[rows, streams * hidden]`.
     pub(super) fn read(&self, backend: &B, rows: &Range<usize>, out: &mut Vec<f32>) -> Result<()> {
         let (start, end) = (rows.start.max(self.rows.start), rows.end.min(self.rows.end));

@@ -67,11 +67,15 @@ impl<B: Backend> FfnWeights<B> {
         let (hidden, names) = (model.hidden_size, &model.names);
         let of = |part: &str| format!("{layer}.{part}");
         let router = of(names.router);
+        let temperature = moe.router.temperature;
         let vector = |wanted, name: String| {
             if wanted { source.numbers(&name, &[moe.num_experts]).map(Some) } else { Ok(None) }
         };
         let tensors = RouterTensors {
-            weight: source.matrix(&format!("{router}.weight"), moe.num_experts, hidden)?,
+            weight: {
+                let weight = source.matrix(&format!("{router}.weight"), moe.num_experts, hidden)?;
+                if temperature == 1.0 { weight } else { weight.map(|w| w / temperature) }
+            },
             bias: vector(moe.router.bias, format!("{router}.bias"))?,
             correction_bias: vector(moe.router.correction_bias, of(names.correction_bias))?,
             expert_scale: vector(moe.router.expert_scale, of("router.per_expert_scale"))?,

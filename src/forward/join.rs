@@ -18,7 +18,9 @@ pub(crate) enum Partial<'a, B: Backend> {
     /// The routed experts of the tokens that were submitted last.
     Experts(&'a mut (dyn ExpertExecutor<B> + 'static)),
     /// What n-grams add to all streams; it passes nothing.
-    Ngrams(&'a mut B::State, &'a B::Batch, NgramInputs<'a, B>),
+    Ngrams(&'a B::Tensor),
+    /// The same, convolved.
+    ConvolvedNgrams(&'a mut B::State, &'a B::Batch, NgramInputs<'a, B>),
 }
 
 /// The residual stream as one part of a layer sees it: what it reads, and what becomes of its result.
@@ -163,7 +165,8 @@ pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, stream: &mu
             whole_result(result);
             through.add(backend, result, x);
         }
-        (Partial::Ngrams(state, batch, inputs), _) => backend.convolve_ngrams(state, batch, &inputs, x),
+        (Partial::Ngrams(u), _) => backend.add_ngrams(u, x),
+        (Partial::ConvolvedNgrams(state, batch, inputs), _) => backend.convolve_ngrams(state, batch, &inputs, x),
     }
     Ok(())
 }
@@ -183,8 +186,15 @@ mod tests {
         let room = files(&src.join("forward")).into_iter().chain([src.join("forward.rs")]);
         for file in room.filter(|file| !file.ends_with("join.rs")) {
             let text = std::fs::read_to_string(&file).unwrap();
-            for door in [".linear_add(", ".finish(", ".norm_add(", ".inject(", ".connect_streams(", ".convolve_ngrams("]
-            {
+            for door in [
+                ".linear_add(",
+                ".finish(",
+                ".norm_add(",
+                ".inject(",
+                ".connect_streams(",
+                ".convolve_ngrams(",
+                ".add_ngrams(",
+            ] {
                 assert!(!text.contains(door), "{} calls {door}...), which is for join.rs", file.display());
             }
         }

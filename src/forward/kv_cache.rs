@@ -4,7 +4,7 @@
 use super::block_pool::BlockMove;
 use crate::backend::Backend;
 use crate::config::KvBits;
-use crate::model::{LayerConfig, ModelConfig, Selection, StateShape};
+use crate::model::{LayerConfig, ModelConfig, StateShape};
 use crate::{Error, Result};
 
 /// What one layer keeps of sequences.
@@ -27,11 +27,10 @@ impl<B: Backend> LayerCache<B> {
             (0, ..) => None,
             dims => Some(backend.kv(blocks, dims, bits)?),
         };
-        let own = layer.attention.selection().and_then(Selection::own);
         let [state, ngrams] = layer.states(hidden).map(|shape| shape.map(|shape| backend.state(slots, shape)));
         Ok(Self {
             kv,
-            index: own.map(|indexer| backend.index(blocks, indexer)).transpose()?,
+            index: layer.attention.index_keys().map(|indexer| backend.index(blocks, indexer)).transpose()?,
             entries: layer.attention.entries().map(|of| backend.entries(blocks, of, bits)).transpose()?,
             state: state.transpose()?,
             ngrams: ngrams.transpose()?,
@@ -59,14 +58,19 @@ impl<B: Backend> LayerCache<B> {
         (self.entries.as_mut(), self.index.as_mut(), state)
     }
 
+    /// What later layers borrow: entries, and their index keys.
+    pub(super) fn lent(&self) -> (Option<&B::Entries>, Option<&B::Index>) {
+        (self.entries.as_ref(), self.index.as_ref())
+    }
+
     /// Recurrent state, of a layer that has it.
     pub(super) fn state(&mut self) -> &mut B::State {
         self.state.as_mut().expect("the layer's attention has a state")
     }
 
-    /// What n-grams keep of sequences, in a layer that has them.
-    pub(super) fn ngrams(&mut self) -> &mut B::State {
-        self.ngrams.as_mut().expect("the layer has n-grams")
+    /// What n-grams keep of sequences, where they do.
+    pub(super) fn ngrams(&mut self) -> Option<&mut B::State> {
+        self.ngrams.as_mut()
     }
 
     /// Bytes of a block of keys and values, of index keys, and of entries.
@@ -127,6 +131,16 @@ impl<B: Backend> KvCache<B> {
             host: backend.host(size.host_blocks * of_block / size_of::<f32>())?,
             of_block,
         })
+    }
+
+    /// What a layer keeps, and what the layer keeps that it borrows from.
+    pub(super) fn layer(
+        &mut self,
+        layer: usize,
+        lender: Option<usize>,
+    ) -> (&mut LayerCache<B>, Option<&LayerCache<B>>) {
+        let (before, rest) = self.layers.split_at_mut(layer);
+        (&mut rest[0], lender.map(|lender| &before[lender]))
     }
 
     /// Copies a block of all layers to the host, or back.

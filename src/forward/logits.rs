@@ -1,6 +1,6 @@
 //! The output head: rows of the residual stream become logits.
 
-use super::buffers::Parts;
+use super::buffers::{Part, Parts};
 use super::streams::{LastBuffers, MixBuffers};
 use super::weights::{Last, Weights};
 use crate::Result;
@@ -58,7 +58,7 @@ impl<B: Backend> Head<B> {
         for t in [&mut *last, &mut *last_normed, &mut *logits] {
             backend.set_rows(t, rows.len());
         }
-        parts.gather(backend, rows, last);
+        parts.gather(backend, rows, |part| &part.x, last);
         match (&weights.last, mixing, self.norm) {
             (Last::Mixer(mixer), Some(mixing), _) => {
                 mixing.set_rows(backend, rows.len());
@@ -67,7 +67,9 @@ impl<B: Backend> Head<B> {
             (Last::Connected(connection, norm), ..) => {
                 let connected = connected.as_mut().expect("connected streams have room for what the head reads");
                 connected.set_rows(backend, rows.len());
-                let read = connected.read(backend, connection.as_ref(), self.norm_eps, last);
+                let read = connected.read(backend, (connection.as_ref(), self.norm_eps), last, |to| {
+                    parts.gather(backend, rows, Part::last_shares, to);
+                });
                 backend.rms_norm(read, norm, self.norm_eps, last_normed);
             }
             (Last::Mixer(_), None, _) => panic!("several streams have buffers for their mixer"),

@@ -25,13 +25,18 @@ pub(super) struct Weights<B: Backend> {
     value: B::Linear,    // [hidden, width of the rows]
     norm_key: B::Norm,   // [streams * hidden]
     norm_query: B::Norm, // [streams * hidden]
-    norm_conv: B::Norm,  // [streams * hidden]
-    taps: B::Norm,       // [conv_width, streams * hidden]
+    conv: Option<Convolution<B>>,
+}
+
+struct Convolution<B: Backend> {
+    norm: B::Norm, // [streams * hidden]
+    taps: B::Norm, // [conv_width, streams * hidden]
 }
 
 impl<B: Backend> Weights<B> {
     pub(super) fn load(loader: &Loader<'_, B>, layer: &str, config: &model::Ngrams) -> Result<Self> {
-        let (hidden, width, taps) = (loader.model.hidden_size, loader.model.streams().width(), config.conv_width);
+        let (hidden, width) = (loader.model.hidden_size, loader.model.streams().width());
+        let Some(taps) = config.conv_width else { return Self::load_engram(loader, layer, config) };
         let of = |part: &str| format!("{layer}.ple.{part}");
         let norm = |part: &str| loader.norm(&of(&format!("{part}.weight")), width);
         let conv = loader.source.numbers(&of("conv1d.weight"), &[width, 1, taps])?;
@@ -40,8 +45,31 @@ impl<B: Backend> Weights<B> {
             value: loader.linear(&of("value_proj"), hidden, config.width(), false)?,
             norm_key: norm("norm_key")?,
             norm_query: norm("norm_query")?,
-            norm_conv: norm("norm_conv")?,
-            taps: loader.backend.load_norm(conv.reshaped(taps).transpose_heads(1).reshaped(1))?,
+            conv: Some(Convolution {
+                norm: norm("norm_conv")?,
+                taps: loader.backend.load_norm(conv.reshaped(taps).transpose_heads(1).reshaped(1))?,
+            }),
+        })
+    }
+
+    /// DeepSeek-V4.1's, which have no convolution: keys and the value are one matrix, and both norms have one weight,
+    /// that of the product.
+    fn load_engram(loader: &Loader<'_, B>, layer: &str, config: &model::Ngrams) -> Result<Self> {
+        let Loader { backend, source, bits, .. } = *loader;
+        let (hidden, streams) = (loader.model.hidden_size, loader.model.streams());
+        let of = |part: &str| format!("{layer}.engram.{part}");
+        let width = streams.width();
+        let both = source.matrix(&of("wkv.weight"), width + hidden, config.width())?;
+        let rows = |from, to| backend.load_linear(both.head_rows(1, from, to), None, bits);
+        let weight = |part: &str| source.numbers(&of(part), &[streams.streams, hidden]);
+        let (query, key) = (weight("q_weight")?, weight("k_weight")?);
+        let product = || query.to_f32().iter().zip(&*key.to_f32()).map(|(q, k)| q * k).collect();
+        Ok(Self {
+            key: rows(0, width)?,
+            value: rows(width, width + hidden)?,
+            norm_key: backend.load_made_norm(width, product)?,
+            norm_query: backend.load_made_norm(width, || vec![1.0; width])?,
+            conv: None,
         })
     }
 
@@ -69,10 +97,24 @@ impl<B: Backend> Tables<B> {
     pub(super) fn load(loader: &Loader<'_, B>) -> Result<Self> {
         let Loader { source, model, backend, .. } = loader;
         let table = |(layer, config): (usize, &model::Ngrams)| {
-            let name = format!("{}layers.{layer}.ple.ple_embedding", model.names.body);
+            let layer = format!("{}layers.{layer}", model.names.body);
+            let name = match config.conv_width {
+                Some(_) => format!("{layer}.ple.ple_embedding"),
+                None => format!("{layer}.engram.embed"),
+            };
             let numbers = |part: &str, len| source.integers(&format!("{name}.{part}"), len);
             let shards = format!("{name}.ngram_embedding.shard_");
-            let rows = source.table("per_layer_token_embd.weight", &shards, config.row_dim)?; // as in GGUF files
+            let whole = match config.conv_width {
+                Some(_) => "per_layer_token_embd.weight", // as in GGUF files
+                None => &format!("{name}.weight"),
+            };
+            let rows = source.table(whole, &shards, config.row_dim)?;
+            if config.kinds.is_some() && config.alike.is_none() && source.has(whole) {
+                return Err(Error::Model(format!(
+                    "{name}: nothing says which tokens are alike: copy engram_token_map.json or tokenizer.json from \
+                     the model's page"
+                )));
+            }
             let hash = match &config.hash {
                 Some(hash) => hash.clone(),
                 None => Hash {
@@ -163,25 +205,30 @@ struct Windows<'a> {
 }
 
 impl Windows<'_> {
-    /// Calls `use_window` with each row's token and those before it, the newest first. What is beyond an end token, or
-    /// the sequence's start, is the end token.
+    /// Calls `use_window` with what each row's token and those before it count as, the newest first. What is beyond an
+    /// end token, or the sequence's start, is the filler.
     fn each(&self, rows: Range<usize>, mut use_window: impl FnMut(&[u32])) {
         let mut window = vec![0; self.config.max_tokens];
         for span in &self.batch.spans {
             for t in rows.start.max(span.rows.start)..rows.end.min(span.rows.end) {
-                window[0] = self.batch.tokens[t];
+                window[0] = self.counts_as(self.batch.tokens[t]);
                 let mut ended = false;
                 for back in 1..window.len() {
                     let token = self.before(span, t, back);
                     ended |= token == self.config.end_token;
-                    window[back] = if ended { self.config.end_token } else { token };
+                    window[back] = self.counts_as(if ended { self.config.filler } else { token });
                 }
                 use_window(&window);
             }
         }
     }
 
-    /// The token so many rows before row `t`.
+    /// A token that no tokenizer has counts as the first.
+    fn counts_as(&self, token: u32) -> u32 {
+        self.config.alike.as_ref().map_or(token, |alike| alike.get(token as usize).copied().unwrap_or(0))
+    }
+
+    /// The token so many rows before row `t`; beyond the sequence's start the end token.
     fn before(&self, span: &crate::backend::batch::Span, t: usize, back: usize) -> u32 {
         match (t - span.rows.start).checked_sub(back) {
             Some(row) => self.batch.tokens[span.rows.start + row],
@@ -198,20 +245,26 @@ impl Windows<'_> {
     }
 }
 
-/// Activations of n-grams, beside those of mixers.
+/// Activations of n-grams.
 pub(super) struct Buffers<B: Backend> {
-    value: B::Tensor, // [T, hidden]
+    value: B::Tensor,       // [T, hidden]
+    key: Option<B::Tensor>, // [T, streams * hidden], where no mixer has a buffer for it
+    hidden_size: usize,
 }
 
 impl<B: Backend> Buffers<B> {
     /// `None`: no layer has them.
     pub(super) fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Option<Self>> {
-        let value = model.ngrams().next().map(|_| backend.tensor(max_tokens, model.hidden_size)).transpose()?;
-        Ok(value.map(|value| Self { value }))
+        if model.ngrams().next().is_none() {
+            return Ok(None);
+        }
+        let tensor = |cols| backend.tensor(max_tokens, cols);
+        let key = if model.mixer().is_none() { Some(tensor(model.streams().width())?) } else { None };
+        Ok(Some(Self { value: tensor(model.hidden_size)?, key, hidden_size: model.hidden_size }))
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
-        backend.set_rows(&mut self.value, rows);
+        [&mut self.value].into_iter().chain(&mut self.key).for_each(|t| backend.set_rows(t, rows));
     }
 }
 
@@ -219,8 +272,8 @@ impl<B: Backend> Buffers<B> {
 pub(super) struct Layer<'a, B: Backend> {
     pub(super) config: &'a model::Ngrams,
     pub(super) weights: &'a Weights<B>,
-    pub(super) state: &'a mut B::State,
-    pub(super) rows: &'a B::Tensor, // [T, width of the rows]
+    pub(super) state: Option<&'a mut B::State>, // of a convolution
+    pub(super) rows: &'a B::Tensor,             // [T, width of the rows]
 }
 
 /// Adds them to `stream`.
@@ -228,16 +281,23 @@ pub(super) fn ngrams<B: Backend>(
     backend: &B,
     batch: &B::Batch,
     Layer { config, weights: w, state, rows }: Layer<'_, B>,
-    (buffers, mixing, eps): (&mut Buffers<B>, &mut MixBuffers<B>, f32),
+    (Buffers { value, key, hidden_size }, mixing, eps): (&mut Buffers<B>, Option<&mut MixBuffers<B>>, f32),
     stream: &mut Stream<'_, B>,
 ) -> Result<()> {
-    let MixBuffers { normed, gate: key, hidden_size, .. } = mixing;
-    backend.linears(rows, [(&w.key, &mut *key), (&w.value, &mut buffers.value)]);
+    let (key, normed) = match (mixing, key) {
+        (Some(MixBuffers { normed, gate, .. }), _) => (gate, Some(normed)),
+        (None, Some(key)) => (key, None),
+        (None, None) => panic!("n-grams have buffers"),
+    };
+    backend.linears(rows, [(&w.key, &mut *key), (&w.value, &mut *value)]);
     let norms = NgramNorms { key: &w.norm_key, query: &w.norm_query, eps };
-    backend.gate_ngrams(&norms, stream.x, &buffers.value, key);
-    backend.norm_streams(key, &w.norm_conv, eps, *hidden_size, normed);
-    let inputs = NgramInputs { gated: key, normed, taps: &w.taps, dilation: config.max_tokens };
-    join(backend, Partial::Ngrams(state, batch, inputs), stream)
+    backend.gate_ngrams(&norms, stream.x, value, key);
+    let (Some(conv), Some(normed), Some(state)) = (&w.conv, normed, state) else {
+        return join(backend, Partial::Ngrams(key), stream);
+    };
+    backend.norm_streams(key, &conv.norm, eps, *hidden_size, normed);
+    let inputs = NgramInputs { gated: key, normed, taps: &conv.taps, dilation: config.max_tokens };
+    join(backend, Partial::ConvolvedNgrams(state, batch, inputs), stream)
 }
 
 #[cfg(test)]
@@ -245,7 +305,18 @@ mod tests {
     use super::*;
 
     fn config() -> model::Ngrams {
-        model::Ngrams { max_tokens: 3, heads: 1, row_dim: 8, conv_width: 4, end_token: 9, table_rows: 0, hash: None }
+        model::Ngrams {
+            max_tokens: 3,
+            heads: 1,
+            row_dim: 8,
+            conv_width: Some(4),
+            end_token: 9,
+            filler: 9,
+            kinds: None,
+            alike: None,
+            table_rows: 0,
+            hash: None,
+        }
     }
 
     fn windows(history: &[Vec<u32>], tokens: &[u32], start: usize) -> (Vec<Vec<u32>>, Vec<u32>) {

@@ -3,8 +3,8 @@
 use super::loader::Loader;
 use crate::Result;
 use crate::backend::tensor::HostTensor;
-use crate::backend::{Backend, ConnectWeights};
-use crate::model;
+use crate::backend::{Backend, ConnectWeights, ReadBy};
+use crate::model::{self, LastRead};
 
 /// The weights of a mixer, as [`model::Mixer`] says.
 pub(super) struct Mixer<B: Backend> {
@@ -70,16 +70,23 @@ impl<B: Backend> Connection<B> {
         ConnectWeights { of_streams: &self.of_streams, base: &self.base, scale: &self.scale }
     }
 
-    /// What a part reads of the streams, through its norm, into `h`; and how the streams go on.
+    /// What a part reads of the streams, through its norm, into `h`; and how the streams go on, into `shares`.
+    /// `before`: the shares of the connection before, if there is one.
     pub(super) fn read(
         &self,
         backend: &B,
         (norm, eps): (&B::Norm, f32),
         x: &B::Tensor,
-        ConnectBuffers { read, shares, of }: &mut ConnectBuffers<B>,
+        (ConnectBuffers { read, of }, before): (&mut ConnectBuffers<B>, Option<&B::Tensor>),
+        shares: &mut B::Tensor,
         h: &mut B::Tensor,
     ) {
-        backend.collapse_streams(x, &self.weights(), (*of, eps), shares, read);
+        let by = match (of.last, before) {
+            (LastRead::Ahead, Some(before)) => ReadBy::Shares(before),
+            (LastRead::Ahead, None) => ReadBy::First,
+            (LastRead::Mean | LastRead::Shares, _) => ReadBy::Own,
+        };
+        backend.collapse_streams(x, &self.weights(), (*of, eps), by, shares, read);
         backend.rms_norm(read, norm, eps, h);
     }
 }
@@ -87,7 +94,7 @@ impl<B: Backend> Connection<B> {
 /// What the output head makes of connected streams, before its norm.
 pub(super) struct LastBuffers<B: Backend> {
     read: B::Tensor,           // [R, hidden], f32
-    shares: Option<B::Tensor>, // [R, streams], f32: `pre`
+    shares: Option<B::Tensor>, // [R, streams], f32: `pre`; or all of the last connection's, [R, rows]
     of: model::Connections,
 }
 
@@ -98,8 +105,9 @@ impl<B: Backend> LastBuffers<B> {
         Ok(Some(Self {
             read: backend.tensor_f32(max_rows, model.hidden_size)?,
             shares: match of.last {
-                model::LastRead::Mean => None,
-                model::LastRead::Shares => Some(backend.tensor_f32(max_rows, of.count)?),
+                LastRead::Mean => None,
+                LastRead::Shares => Some(backend.tensor_f32(max_rows, of.count)?),
+                LastRead::Ahead => Some(backend.tensor_f32(max_rows, of.rows())?),
             },
             of,
         }))
@@ -109,22 +117,33 @@ impl<B: Backend> LastBuffers<B> {
         [&mut self.read].into_iter().chain(&mut self.shares).for_each(|t| backend.set_rows(t, rows));
     }
 
-    /// What the head's norm reads; `None`: the streams' mean.
-    pub(super) fn read(&mut self, backend: &B, w: Option<&Connection<B>>, eps: f32, x: &B::Tensor) -> &B::Tensor {
-        match (w, &mut self.shares) {
+    /// What the head's norm reads of rows `x` of the streams; `gather` brings the same rows of the last connection's
+    /// shares.
+    pub(super) fn read(
+        &mut self,
+        backend: &B,
+        (w, eps): (Option<&Connection<B>>, f32),
+        x: &B::Tensor,
+        gather: impl FnOnce(&mut B::Tensor),
+    ) -> &B::Tensor {
+        let Self { read, shares, of } = self;
+        match (w, shares) {
             (Some(w), Some(shares)) => {
-                backend.collapse_streams(x, &w.weights(), (self.of, eps), shares, &mut self.read);
+                backend.collapse_streams(x, &w.weights(), (*of, eps), ReadBy::Own, shares, read);
             }
-            _ => backend.mean_streams(x, &mut self.read),
+            (None, Some(shares)) => {
+                gather(shares);
+                backend.sum_streams(x, *of, shares, read);
+            }
+            (_, None) => backend.mean_streams(x, read),
         }
-        &self.read
+        read
     }
 }
 
 /// Activations of connections.
 pub(super) struct ConnectBuffers<B: Backend> {
-    read: B::Tensor,              // [T, hidden], f32
-    pub(super) shares: B::Tensor, // [T, rows], f32: `pre`, `post` and `C`
+    read: B::Tensor, // [T, hidden], f32
     of: model::Connections,
 }
 
@@ -132,15 +151,11 @@ impl<B: Backend> ConnectBuffers<B> {
     /// `None`: streams are not connected.
     pub(super) fn new(backend: &B, model: &model::ModelConfig, max_tokens: usize) -> Result<Option<Self>> {
         let Some(of) = model.connections() else { return Ok(None) };
-        Ok(Some(Self {
-            read: backend.tensor_f32(max_tokens, model.hidden_size)?,
-            shares: backend.tensor_f32(max_tokens, of.rows())?,
-            of,
-        }))
+        Ok(Some(Self { read: backend.tensor_f32(max_tokens, model.hidden_size)?, of }))
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
-        [&mut self.read, &mut self.shares].into_iter().for_each(|t| backend.set_rows(t, rows));
+        backend.set_rows(&mut self.read, rows);
     }
 }
 

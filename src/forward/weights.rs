@@ -81,7 +81,7 @@ impl<B: Backend> Weights<B> {
             last: match (model.mixer(), model.connections()) {
                 (None, Some(of)) => {
                     let connection = match of.last {
-                        LastRead::Mean => None,
+                        LastRead::Mean | LastRead::Ahead => None,
                         LastRead::Shares => Some(Connection::load_last(&loader, &format!("{body}hc_head"), of)?),
                     };
                     Last::Connected(

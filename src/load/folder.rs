@@ -75,7 +75,17 @@ impl ModelFolder {
     pub fn open(name: &str, description: Description) -> Result<Self> {
         let model = description.model()?;
         let checkpoint = Checkpoint::open_as(&description.dir, description.quantization()?, &families::gguf_names())?;
-        Ok(Self { name: name.into(), description, model: families::named(model, &checkpoint), checkpoint })
+        let mut model = families::named(model, &checkpoint);
+        // DeepSeek-V4.1's, which may also be made of its tokenizer.
+        let path = description.dir.join("engram_token_map.json");
+        if model.lacks_kinds()
+            && let Some(alike) = read_json(&path)?
+        {
+            let numbers = serde_json::from_value(alike);
+            let not_numbers = |_| Error::Model(format!("{}: not a list of numbers: download it again", path.display()));
+            model.set_kinds(numbers.map_err(not_numbers)?)?;
+        }
+        Ok(Self { name: name.into(), description, model, checkpoint })
     }
 
     /// The model as it is to run. Errors: as [`Spec::new`].

@@ -27,7 +27,7 @@ use super::{Rope, Share};
 pub use compressed::{Compressed, Compressor};
 pub use delta_net::{DeltaGate, DeltaNet};
 pub use gqa::{Bias, GateActivation, Gqa, OutputGate, QkNorm};
-pub use indexer::{ChosenBy, Indexer, Score, Selection};
+pub use indexer::{Candidates, ChosenBy, EntryKeys, Indexer, Score, Selection};
 pub use kda::{Kda, KdaDecay};
 pub use mamba2::Mamba2;
 pub use mla::Mla;
@@ -169,6 +169,16 @@ pub trait Facts {
     /// What makes the entries that it caches in their place, if there are some.
     fn entries(&self) -> Option<Compressor> {
         None
+    }
+
+    /// Whether it reads the entries of an earlier layer.
+    fn borrows(&self) -> bool {
+        false
+    }
+
+    /// What it caches index keys for, if it does.
+    fn index_keys(&self) -> Option<&Indexer> {
+        self.selection().and_then(Selection::own).filter(|_| !self.borrows())
     }
 
     /// Its rotary embedding, if it has one.

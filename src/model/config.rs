@@ -1,6 +1,9 @@
 //! `ModelConfig`: what a model is, as plain data.
 
+use std::sync::Arc;
+
 use super::{Attention, Connections, Ffn, Indexer, Mixer, Moe, Ngrams, Rope, StateShape, StreamShape};
+use crate::{Error, Result};
 
 /// Everything the forward pass needs to know about a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -188,7 +191,7 @@ impl LayerConfig {
 
     /// What a sequence keeps besides keys and values, in a model of this width: of attention, and of n-grams.
     pub fn states(&self, hidden: usize) -> [Option<StateShape>; 2] {
-        [self.attention.state(), self.ngrams.as_ref().map(|ngrams| ngrams.state(hidden, self.streams()))]
+        [self.attention.state(), self.ngrams.as_ref().and_then(|ngrams| ngrams.state(hidden, self.streams()))]
     }
 
     /// Products of a token with all that is dense, in a model of this width.
@@ -229,6 +232,26 @@ impl ModelConfig {
         self.layers.iter().enumerate().filter_map(|(i, layer)| Some((i, layer.ngrams.as_ref()?)))
     }
 
+    /// Whether n-grams wait to be told [what tokens count as](Ngrams::alike).
+    pub fn lacks_kinds(&self) -> bool {
+        self.ngrams().any(|(_, ngrams)| ngrams.kinds.is_some() && ngrams.alike.is_none())
+    }
+
+    /// Tells them. Errors: there are not as many kinds as the config says.
+    pub fn set_kinds(&mut self, alike: Vec<u32>) -> Result<()> {
+        let (kinds, alike) = (alike.iter().max().map_or(0, |last| *last as usize + 1), Arc::from(alike));
+        for ngrams in self.layers.iter_mut().filter_map(|layer| layer.ngrams.as_mut()) {
+            if ngrams.kinds.is_some_and(|wanted| wanted != kinds) {
+                return Err(Error::Model(format!(
+                    "the tokenizer has {kinds} kinds of tokens, and `engram_compressed_vocab_size` is another number: \
+                     download tokenizer.json and config.json again"
+                )));
+            }
+            ngrams.alike = Some(Arc::clone(&alike));
+        }
+        Ok(())
+    }
+
     /// The first layer's attention of each kind and width.
     pub fn attentions(&self) -> Vec<&Attention> {
         let mut found: Vec<&Attention> = Vec::new();
@@ -251,9 +274,16 @@ impl ModelConfig {
         found
     }
 
-    /// The indexer of the layers that select positions.
+    /// The indexer of the layers that select positions: where some have candidates, one of those.
     pub fn indexer(&self) -> Option<&Indexer> {
-        self.layers.iter().find_map(|layer| Some(&layer.attention.selection()?.indexer))
+        let all = || self.layers.iter().filter_map(|layer| Some(&layer.attention.selection()?.indexer));
+        all().find(|indexer| indexer.candidates.is_some()).or_else(|| all().next())
+    }
+
+    /// The layer whose entries a layer reads, where they are not its own.
+    pub fn lender(&self, layer: usize) -> Option<usize> {
+        let borrows = self.layers[layer].attention.borrows();
+        borrows.then(|| self.layers[..layer].iter().rposition(|before| before.attention.entries().is_some())).flatten()
     }
 
     /// Some layers keep a state instead of keys and values: what was read of a sequence cannot be shared, or partly

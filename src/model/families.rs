@@ -4,6 +4,7 @@
 mod cohere2_moe;
 mod deepseek;
 mod deepseek_v4;
+mod deepseek_v41;
 mod ernie4_5_moe;
 mod fields;
 mod gemma4;
@@ -22,6 +23,7 @@ mod mimo_v2;
 mod minimax_m2;
 mod mixtral;
 mod nemotron_h;
+mod numpy;
 mod olmoe;
 mod qwen3_next;
 mod qwen4_exp;
@@ -59,6 +61,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("deepseek_v3", "DeepSeek-V3, R1, V3.1", deepseek::v3),
     architecture("deepseek_v32", "DeepSeek-V3.2", deepseek::v32),
     architecture("deepseek_v4", "DeepSeek-V4-Flash, Pro", deepseek_v4::config),
+    architecture("deepseek_v41", "DeepSeek-V4.1-Flash (text)", deepseek_v41::nested),
     architecture("glm_moe_dsa", "GLM-5, 5.1, 5.2, 5.3", deepseek::glm_dsa),
     architecture("kimi_k2", "Kimi K2, K2-Thinking", deepseek::v3),
     architecture("kimi_k25", "Kimi K2.5, K2.6, K2.7 (text)", deepseek::kimi_k25),

@@ -197,6 +197,8 @@ pub struct Router {
     pub top_k: usize,
     /// A learned bias is part of the logits.
     pub bias: bool,
+    /// Divides the logits.
+    pub temperature: f32,
     /// Logits are `cap * tanh(logit / cap)`.
     pub softcap: Option<f32>,
     /// What makes scores of logits.
@@ -223,6 +225,7 @@ impl Router {
         Self {
             top_k,
             bias: false,
+            temperature: 1.0,
             softcap: None,
             scoring,
             correction_bias: false,

@@ -1,5 +1,7 @@
 //! Several residual streams: what mixes them into what a layer's part reads; and what n-grams add to them.
 
+use std::sync::Arc;
+
 use super::attention::{Matrix, StateShape};
 
 /// The residual streams of a model.
@@ -81,6 +83,9 @@ pub enum LastRead {
     Mean,
     /// `sum over s of pre_s x_s`, `pre` as that of a part. Source: HF modeling_deepseek_v4.
     Shares,
+    /// The same with the last connection's `pre`, as every part reads with that of the connection before its own; the
+    /// first part reads the first stream. Source: mlx-vlm, deepseek_v41.
+    Ahead,
 }
 
 impl Connections {
@@ -91,6 +96,9 @@ impl Connections {
 
     /// What the GPU's kernels lack for them, if anything.
     pub fn gpu_lacks(&self) -> Option<String> {
+        if self.last == LastRead::Ahead {
+            return Some("the GPU lacks DeepSeek-V4.1's shared entries and connections that look ahead".into());
+        }
         (self.count > 4).then(|| format!("the GPU connects at most 4 residual streams, and there are {}", self.count))
     }
 }
@@ -99,7 +107,7 @@ impl Connections {
 /// start. Source: HF modeling_qwen4_exp, `Qwen4ExpTextPLELayer`.
 ///
 /// ```text
-/// hash_n = (t0 * m0) xor (t1 * m1) xor ... of n tokens, t0 the token itself, end tokens for what is beyond one
+/// hash_n = (t0 * m0) xor (t1 * m1) xor ... of n tokens, t0 the token itself
 /// E      = the rows hash_n mod size_e + offset_e of all heads e, joined
 /// g_s    = norm(key E)_s . norm(x)_s / sqrt(hidden);   u_s = sigmoid(sign(g_s) sqrt(|g_s|)) value E
 /// x     += u + silu(convolution of norm(u)), whose taps are `max_tokens` positions apart
@@ -112,10 +120,16 @@ pub struct Ngrams {
     pub heads: usize,
     /// Numbers of a row.
     pub row_dim: usize,
-    /// Inputs of the convolution.
-    pub conv_width: usize,
+    /// Inputs of the convolution; `None`: there is none, and `u` is added alone.
+    pub conv_width: Option<usize>,
     /// What no n-gram goes across.
     pub end_token: u32,
+    /// What stands for tokens beyond one, and beyond the sequence's start.
+    pub filler: u32,
+    /// Tokens that are alike count as one: how many there are then; `None`: each counts as itself.
+    pub kinds: Option<usize>,
+    /// What each token counts as, by its id, where the tokenizer was asked.
+    pub alike: Option<Arc<[u32]>>,
     /// Rows of the table, about.
     pub table_rows: usize,
     /// What hashes are made with, where the checkpoint has no tensors of it.
@@ -150,9 +164,9 @@ impl Ngrams {
     }
 
     /// What a sequence keeps.
-    pub fn state(&self, hidden: usize, streams: usize) -> StateShape {
-        let past_inputs = (self.conv_width - 1) * self.max_tokens;
-        StateShape { past_inputs, channels: streams * hidden, numbers: 0 }
+    pub fn state(&self, hidden: usize, streams: usize) -> Option<StateShape> {
+        let past_inputs = (self.conv_width? - 1) * self.max_tokens;
+        Some(StateShape { past_inputs, channels: streams * hidden, numbers: 0 })
     }
 }
 

@@ -38,7 +38,9 @@ const MAX_FILE_BYTES: u64 = 8 << 20;
 const MAX_TEXT_BYTES: usize = 32 << 20;
 
 /// Templates of models whose checkpoints have a program instead, by `model_type`.
-const BUILT_IN: [(&str, &str); 1] = [("deepseek_v4", include_str!("chat_template/deepseek_v4.jinja"))];
+const BUILT_IN: [(&str, &str); 2] = [("deepseek_v4", DEEPSEEK_V4), ("deepseek_v41", DEEPSEEK_V4)];
+
+const DEEPSEEK_V4: &str = include_str!("chat_template/deepseek_v4.jinja");
 
 /// The command line of child processes.
 static COMMAND: OnceLock<Vec<OsString>> = OnceLock::new();

@@ -41,7 +41,10 @@ impl TextModel {
         if config.trust_content {
             text.trust_content();
         }
-        let folder = ModelFolder::open(model, description)?;
+        let mut folder = ModelFolder::open(model, description)?;
+        if folder.model.lacks_kinds() {
+            folder.model.set_kinds(text.tokenizer.alike()?)?;
+        }
         Ok(Self::new(engine::start(&folder, config, report)?, text))
     }
 

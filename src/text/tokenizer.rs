@@ -1,5 +1,6 @@
 //! Text to token ids and back, with an incremental decoder whose pieces join to the whole text.
 
+mod alike;
 mod bytes;
 mod cut;
 mod guard;

@@ -3,7 +3,9 @@
 use moebius::backend::batch::Batch;
 use moebius::backend::{Compress, CompressRule, IndexQueries, Load, Recur, Seen, Select};
 use moebius::config::KvBits;
-use moebius::model::{ChosenBy, Compressed, Compressor, Facts, Indexer, Rope, RopeScaling, Score, Selection};
+use moebius::model::{
+    ChosenBy, Compressed, Compressor, EntryKeys, Facts, Indexer, Rope, RopeScaling, Score, Selection,
+};
 
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, random};
@@ -35,18 +37,26 @@ impl Case {
             interleaved: true,
             unit: self.ratio,
             top_k,
-            score: Score::Entries { latent: 8 },
+            score: Score::Entries { latent: 8, keys: EntryKeys::OfPositions },
+            candidates: None,
         };
         let selection = self.top_k.map(|top_k| Selection { by: ChosenBy::Own, indexer: indexer(top_k) });
         Compressed {
             num_heads: self.heads,
             head_dim: self.dim,
             q_lora_rank: 8,
+            norms_queries: true,
             rope,
             window: self.window,
             groups: 1,
             o_lora_rank: 8,
-            compressor: Some(Compressor { dim: self.dim, ratio: self.ratio, overlaps: self.top_k.is_some() }),
+            compressor: Some(Compressor {
+                dim: self.dim,
+                ratio: self.ratio,
+                overlaps: self.top_k.is_some(),
+                bias: true,
+            }),
+            borrows: false,
             selection,
         }
     }
@@ -85,7 +95,7 @@ impl Case {
                     bias: &bias,
                     norm: &weight,
                     eps: 1e-6,
-                    inv_freq: &inv_freq,
+                    inv_freq: Some(&inv_freq),
                     state: (0, shape.numbers),
                 };
                 b.compress(

@@ -85,8 +85,15 @@ fn the_best_positions_are_attended_to_of_equals_the_lower() {
     for (num_heads, head_dim, top_k, bits) in
         [(8, 32, 24, KvBits::Bf16), (16, 24, 100, KvBits::Int8), (40, 128, 64, KvBits::Bf16)]
     {
-        let indexer =
-            Indexer { num_heads, head_dim, interleaved: false, unit: 1, top_k, score: Score::Weighted { latent: 64 } };
+        let indexer = Indexer {
+            num_heads,
+            head_dim,
+            interleaved: false,
+            unit: 1,
+            top_k,
+            score: Score::Weighted { latent: 64 },
+            candidates: None,
+        };
         for batch in BATCHES {
             check_choice(&sides, &indexer, batch, bits);
         }
@@ -102,14 +109,21 @@ fn parts_of_a_row_choose_what_one_does() {
     let many: &[(usize, usize)] = &[(1200, 40), (400, 1)];
     for (seed, top_k) in [1, 3, 10, 20, 37].into_iter().enumerate() {
         let [num_heads, head_dim] = [[4, 16], [8, 32]][seed % 2];
-        let indexer =
-            Indexer { num_heads, head_dim, interleaved: false, unit: 1, top_k, score: Score::Weighted { latent: 64 } };
+        let indexer = Indexer {
+            num_heads,
+            head_dim,
+            interleaved: false,
+            unit: 1,
+            top_k,
+            score: Score::Weighted { latent: 64 },
+            candidates: None,
+        };
         for batch in [few, many] {
             check_choice(&sides, &indexer, batch, KvBits::Bf16);
         }
     }
     for (unit, top_k, score) in [(4, 3, Score::Pooled), (16, 2, Score::Pooled), (8, 5, Score::Largest)] {
-        let indexer = Indexer { num_heads: 2, head_dim: 32, interleaved: false, unit, top_k, score };
+        let indexer = Indexer { num_heads: 2, head_dim: 32, interleaved: false, unit, top_k, score, candidates: None };
         Chosen { indexer: &indexer, kv_heads: 2, sequences: few, bits: KvBits::Bf16, turn: 0.0 }.check(&sides);
     }
 }
@@ -206,7 +220,15 @@ fn each_kv_head_attends_to_blocks_of_its_own() {
     for (num_heads, unit, top_k, bits) in
         [(2, 64, 3, KvBits::Bf16), (3, 128, 2, KvBits::Int8), (1, 128, 4, KvBits::Bf16), (2, 24, 5, KvBits::Int8)]
     {
-        let indexer = Indexer { num_heads, head_dim: 32, interleaved: false, unit, top_k, score: Score::Largest };
+        let indexer = Indexer {
+            num_heads,
+            head_dim: 32,
+            interleaved: false,
+            unit,
+            top_k,
+            score: Score::Largest,
+            candidates: None,
+        };
         for sequences in LONG {
             Chosen { indexer: &indexer, kv_heads: num_heads, sequences, bits, turn: 0.0 }.check(&sides);
         }
@@ -224,7 +246,8 @@ fn units_are_chosen_by_the_mean_of_their_keys() {
         (3, 32, 1, 64, 2, KvBits::Bf16),
         (2, 16, 2, 1, 40, KvBits::Bf16),
     ] {
-        let indexer = Indexer { num_heads, head_dim, interleaved: false, unit, top_k, score: Score::Pooled };
+        let indexer =
+            Indexer { num_heads, head_dim, interleaved: false, unit, top_k, score: Score::Pooled, candidates: None };
         for &sequences in BATCHES[..2].iter().chain(&LONG[1..]) {
             Chosen { indexer: &indexer, kv_heads, sequences, bits, turn: 0.0 }.check(&sides);
         }

@@ -1,6 +1,6 @@
 //! Several residual streams, and n-grams: single rows, and a convolution from zeros and from what was kept.
 
-use moebius::backend::{ConnectWeights, Dense, Load, Memory, NgramInputs, NgramNorms, Recur, Streams};
+use moebius::backend::{ConnectWeights, Dense, Load, Memory, NgramInputs, NgramNorms, ReadBy, Recur, Streams};
 use moebius::model::{Connections, LastRead, StateShape};
 
 use crate::common;
@@ -96,12 +96,13 @@ fn streams_are_connected() {
             let mut read = b.tensor_f32(rows, hidden).unwrap();
             let (of_streams, base, scale) = run(count);
             let w = ConnectWeights { of_streams: &of_streams, base: &base, scale: &scale };
-            b.collapse_streams(&x, &w, (of, 1e-6), &mut b.tensor_f32(rows, count).unwrap(), &mut read);
+            let mut pre = b.tensor_f32(rows, count).unwrap();
+            b.collapse_streams(&x, &w, (of, 1e-6), ReadBy::Own, &mut pre, &mut read);
             let weighed = b.numbers(&read);
             let (of_streams, base, scale) = run(of.rows());
             let w = ConnectWeights { of_streams: &of_streams, base: &base, scale: &scale };
             let mut shares = b.tensor_f32(rows, of.rows()).unwrap();
-            b.collapse_streams(&x, &w, (of, 1e-6), &mut shares, &mut read);
+            b.collapse_streams(&x, &w, (of, 1e-6), ReadBy::Own, &mut shares, &mut read);
             let collapsed = b.numbers(&read);
             let shares_of = b.numbers(&shares);
             b.connect_streams(&y, &shares, &mut x);

@@ -52,7 +52,7 @@ impl<'a> Scales<'a> {
 }
 
 /// `2^(exponent - 127 - halvings)`, exact where f32 has it; NaN for 255.
-pub(super) fn e8m0(exponent: u8, halvings: u32) -> f32 {
+pub(crate) fn e8m0(exponent: u8, halvings: u32) -> f32 {
     match (exponent as u32).checked_sub(halvings) {
         _ if exponent == 255 => f32::NAN,
         Some(biased @ 1..) => f32::from_bits(biased << 23),

@@ -66,13 +66,22 @@ impl Entries {
 }
 
 /// The rows of a batch that end entries, with their spans and positions.
-fn ends(batch: &Batch, of: Compressor) -> impl Iterator<Item = (&Span, usize, usize)> {
-    let of_span = move |span| ends_of(span, of).map(move |(t, position)| (span, t, position));
+fn ends(batch: &Batch, ratio: usize) -> impl Iterator<Item = (&Span, usize, usize)> {
+    let of_span = move |span| ends_of(span, ratio).map(move |(t, position)| (span, t, position));
     batch.spans.iter().flat_map(of_span)
 }
 
-fn ends_of(span: &Span, of: Compressor) -> impl Iterator<Item = (usize, usize)> {
-    span.rows.clone().zip(span.start..).filter(move |(_, position)| of.ends_at(*position))
+fn ends_of(span: &Span, ratio: usize) -> impl Iterator<Item = (usize, usize)> {
+    span.rows.clone().zip(span.start..).filter(move |(_, position)| (position + 1).is_multiple_of(ratio))
+}
+
+/// Rotates the last numbers of a row to `position`.
+fn turn(position: usize, inv_freq: &[f32], row: &mut [f32]) {
+    let first = row.len() - 2 * inv_freq.len();
+    for ([a, b], freq) in row[first..].as_chunks_mut::<2>().0.iter_mut().zip(inv_freq) {
+        let (sin, cos) = (position as f32 * freq).sin_cos();
+        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    }
 }
 
 /// One number of an open entry.
@@ -283,22 +292,23 @@ impl Compress for Cpu {
         });
         let mut scratch = lock(&self.scratch[0]);
         let sum = scratch.values.take(dim);
-        for (_, t, position) in ends(batch, rule.compressor) {
+        for (_, t, position) in ends(batch, ratio) {
             let row = out.row_mut(t);
             sum.copy_from_slice(row);
             self.kernel.rms_norm(sum, rule.norm, rule.eps, row);
-            let start = (position + 1 - ratio) as f32;
-            let rotated = dim - 2 * rule.inv_freq.len();
-            for ([a, b], freq) in row[rotated..].as_chunks_mut::<2>().0.iter_mut().zip(rule.inv_freq) {
-                let (sin, cos) = (start * freq).sin_cos();
-                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
-            }
+            rule.inv_freq.iter().for_each(|inv_freq| turn(position + 1 - ratio, inv_freq, row));
+        }
+    }
+
+    fn rope_entries(&self, batch: &Batch, ratio: usize, inv_freq: &Vec<f32>, rows: &mut Tensor) {
+        for (_, t, position) in ends(batch, ratio) {
+            turn(position + 1 - ratio, inv_freq, rows.row_mut(t));
         }
     }
 
     fn entries_write(&self, entries: &mut Entries, batch: &Batch, rows: &Tensor) {
         let of = entries.of;
-        for (span, t, position) in ends(batch, of) {
+        for (span, t, position) in ends(batch, of.ratio) {
             let at = entries.place(batch, span, of.ended(position));
             let (high, low) = entries.data[at..at + entries.parts * of.dim].split_at_mut(of.dim);
             for (i, x) in rows.row(t).iter().enumerate() {
@@ -311,8 +321,7 @@ impl Compress for Cpu {
     }
 
     fn index_entries(&self, index: &mut Index, batch: &Batch, ratio: usize, rows: &Tensor) {
-        let of = Compressor { dim: rows.cols(), ratio, overlaps: false };
-        for (span, t, position) in ends(batch, of) {
+        for (span, t, position) in ends(batch, ratio) {
             index.key_mut(batch.slot(span, position) / ratio).copy_from_slice(rows.row(t));
         }
     }

@@ -18,7 +18,7 @@ use crate::backend::{IndexQueries, KeyNorm, KeyPool, Rotary, Select};
 use crate::kernel::{Kernel, Rows};
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
-use crate::model::{Indexer, Score};
+use crate::model::{self, ChosenBy, Indexer, Score};
 
 /// Index keys of one layer.
 pub struct Index {
@@ -50,6 +50,13 @@ pub struct Chosen {
     len: usize,          // of a list, at most
     positions: Vec<u32>, // [tokens, sets, len], or numbers of entries; ascending
     counts: Vec<u32>,    // [tokens, sets]
+    candidates: Candidates,
+}
+
+/// Blocks of units that each token of a batch chooses among, where it sees more.
+struct Candidates {
+    most: usize,      // of a token; 0: nothing is limited
+    blocks: Vec<u32>, // [tokens, most], ascending
 }
 
 impl Chosen {
@@ -118,7 +125,9 @@ impl Select for Cpu {
     fn chosen(&self, indexer: &Indexer, max_tokens: usize) -> Result<Chosen> {
         let (most, len, sets) = (indexer.most(), indexer.listed(), indexer.sets());
         let (positions, counts) = (self.heap.zeros(&[max_tokens, sets, len])?, self.heap.zeros(&[max_tokens, sets])?);
-        Ok(Chosen { most, len, sets, positions, counts })
+        let of_token = indexer.candidates.map_or(0, |of| of.blocks);
+        let candidates = Candidates { most: of_token, blocks: self.heap.zeros(&[max_tokens, of_token])? };
+        Ok(Chosen { most, len, sets, positions, counts, candidates })
     }
 
     fn select_scratch(&self, _: &Indexer, _: usize) -> Result<()> {
@@ -189,7 +198,8 @@ impl Select for Cpu {
         chosen: &mut Chosen,
     ) {
         let (dim, heads, kernel) = (index.dim, indexer.num_heads, self.kernel);
-        let (most, len) = (chosen.most, chosen.len);
+        chosen.most = indexer.most(); // layers may have other units
+        let (most, len, of_token) = (chosen.most, chosen.len, chosen.candidates.most);
         let (sets, in_block) = (chosen.sets, indexer.keys_of(BLOCK_SIZE));
         let choosing = |from: usize| batch.spans.iter().flat_map(|span| listed(span, most)).skip(from);
         let total = choosing(0).count();
@@ -202,6 +212,7 @@ impl Select for Cpu {
         let wave = self.team.threads().min(total);
         let scores = Shared::new(memory.take(wave * sets * row));
         let (positions, counts) = (Shared::new(&mut chosen.positions), Shared::new(&mut chosen.counts));
+        let candidates = Shared::new(&mut chosen.candidates.blocks);
         self.team.run(&|worker| {
             let Scratch { values, scores: work, .. } = &mut *lock(&scratch[worker.index]);
             let products = values.take(heads * in_block);
@@ -237,13 +248,20 @@ impl Select for Cpu {
                         let (at, list) = ((i * sets + set) * row, t * sets + set);
                         // SAFETY: after the barrier a set's scores and list belong to the worker whose share it is in.
                         #[allow(unsafe_code)]
-                        let (scores, to, count) = unsafe {
+                        let (scores, to, count, blocks) = unsafe {
                             (
-                                scores.slice(at..at + row),
+                                scores.slice_mut(at..at + row),
                                 positions.slice_mut(list * len..(list + 1) * len),
                                 counts.slice_mut(list..list + 1),
+                                candidates.slice_mut(t * of_token..(t + 1) * of_token),
                             )
                         };
+                        match indexer.candidates {
+                            Some(of) if seen <= of.blocks * of.size => {} // all of them
+                            Some(of) if of.by == ChosenBy::Own => choose_blocks(&of, &scores[..seen], work, blocks),
+                            Some(of) => limit(&of, blocks, &mut scores[..seen]),
+                            None => {}
+                        }
                         count[0] = choose(indexer, scores, seen, work, to) as u32;
                     }
                 }
@@ -355,6 +373,29 @@ fn choose(indexer: &Indexer, scores: &[f32], seen: usize, work: &mut Numbers, to
     count
 }
 
+/// The blocks of units with the largest scores, and the last one.
+fn choose_blocks(of: &model::Candidates, scores: &[f32], work: &mut Numbers, to: &mut [u32]) {
+    let units = scores.len().div_ceil(of.size);
+    let (largest, order) = work.take(2 * units).split_at_mut(units);
+    for (largest, scores) in largest.iter_mut().zip(scores.chunks(of.size)) {
+        *largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    }
+    largest[units - 1] = f32::INFINITY;
+    best(largest, order, of.blocks, |i, block| to[i] = block as u32);
+}
+
+/// Leaves nothing but the scores of such blocks.
+fn limit(of: &model::Candidates, blocks: &[u32], scores: &mut [f32]) {
+    let mut from = 0;
+    for block in blocks {
+        let block = *block as usize * of.size;
+        scores[from..block].fill(f32::NEG_INFINITY);
+        from = block + of.size;
+    }
+    let rest = from.min(scores.len());
+    scores[rest..].fill(f32::NEG_INFINITY);
+}
+
 /// Calls `taken(i, place)` for the places of the `count` largest scores, ascending; of equals the first is taken.
 /// `order` is room for as many numbers as there are scores, which are more than `count`.
 fn best(scores: &[f32], order: &mut [f32], count: usize, mut taken: impl FnMut(usize, usize)) {
@@ -382,6 +423,7 @@ mod tests {
     use crate::backend::Attend;
     use crate::kernel::random::Random;
     use crate::machine::workers::Team;
+    use crate::model::EntryKeys;
 
     /// What `choose` means, by sorting: whole units by score, of equals the lower, and what is always taken.
     fn naive(indexer: &Indexer, scores: &[f32], seen: usize) -> Vec<u32> {
@@ -414,7 +456,7 @@ mod tests {
     }
 
     fn indexer(unit: usize, top_k: usize, score: Score) -> Indexer {
-        Indexer { num_heads: 1, head_dim: 1, interleaved: false, unit, top_k, score }
+        Indexer { num_heads: 1, head_dim: 1, interleaved: false, unit, top_k, score, candidates: None }
     }
 
     #[test]
@@ -423,7 +465,12 @@ mod tests {
         let mut work = Numbers::default();
         for round in 0..2000 {
             let mut below = |n: usize| (random.uniform() * n as f64) as usize;
-            let scores = [Score::Weighted { latent: 1 }, Score::Largest, Score::Pooled, Score::Entries { latent: 1 }];
+            let scores = [
+                Score::Weighted { latent: 1 },
+                Score::Largest,
+                Score::Pooled,
+                Score::Entries { latent: 1, keys: EntryKeys::OfPositions },
+            ];
             let score = scores[round % 4];
             let unit = if round % 4 == 0 { 1 } else { [2, 4, 8, 16][below(4)] };
             let indexer = indexer(unit, 1 + below(9), score);
@@ -434,6 +481,18 @@ mod tests {
             let count = choose(&indexer, &scores, seen, &mut work, &mut to);
             assert_eq!(to[..count], naive(&indexer, &scores, seen), "{indexer:?}, {seen} seen");
         }
+    }
+
+    #[test]
+    fn nothing_but_candidates_has_a_score() {
+        let of = model::Candidates { by: ChosenBy::Own, blocks: 2, size: 4 };
+        let mut scores = vec![0.0, 5.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0, 9.0, -1.0, 0.0, 0.0, -3.0];
+        let mut blocks = [0; 2];
+        choose_blocks(&of, &scores, &mut Numbers::default(), &mut blocks);
+        assert_eq!(blocks, [2, 3], "the best one, and the last");
+        limit(&of, &blocks, &mut scores);
+        assert!(scores[..8].iter().all(|score| *score == f32::NEG_INFINITY));
+        assert_eq!(scores[8..], [9.0, -1.0, 0.0, 0.0, -3.0]);
     }
 
     /// Raw keys of a sequence come in batches of any size; a unit's key is that of the mean at its first position.
@@ -481,7 +540,8 @@ mod tests {
     fn a_block_of_index_keys_goes_to_the_host_and_back() {
         let cpu = Cpu::new(Arc::new(Team::new(&[0]).unwrap()), crate::kernel::best());
         for score in [Score::Largest, Score::Pooled] {
-            let indexer = Indexer { num_heads: 1, head_dim: 8, interleaved: false, unit: 4, top_k: 3, score };
+            let indexer =
+                Indexer { num_heads: 1, head_dim: 8, interleaved: false, unit: 4, top_k: 3, score, candidates: None };
             let mut index = cpu.index(3, &indexer).unwrap();
             let mut random = Random(3);
             for part in std::iter::once(&mut index.keys).chain(&mut index.raw) {

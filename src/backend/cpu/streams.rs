@@ -6,7 +6,7 @@ use super::{Cpu, lock};
 use crate::Result;
 use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
-use crate::backend::{ConnectWeights, NgramInputs, NgramNorms, Streams};
+use crate::backend::{ConnectWeights, NgramInputs, NgramNorms, ReadBy, Streams};
 use crate::kernel::{Kernel, Rows};
 use crate::machine::workers::Shared;
 use crate::model::Connections;
@@ -97,6 +97,7 @@ impl Streams for Cpu {
         x: &Tensor,
         w: &ConnectWeights<'_, Self>,
         (of, eps): (Connections, f32),
+        by: ReadBy<'_, Self>,
         shares: &mut Tensor,
         out: &mut Tensor,
     ) {
@@ -127,6 +128,15 @@ impl Streams for Cpu {
                 }
             }
         });
+        match by {
+            ReadBy::Own => self.sum_streams(x, of, shares, out),
+            ReadBy::Shares(before) => self.sum_streams(x, of, before, out),
+            ReadBy::First => self.each_row(out, |t, out, _| out.copy_from_slice(&x.row(t)[..width])),
+        }
+    }
+
+    fn sum_streams(&self, x: &Tensor, _: Connections, shares: &Tensor, out: &mut Tensor) {
+        let (kernel, width) = (self.kernel, out.cols());
         self.each_row(out, |t, out, _| {
             out.fill(0.0);
             for (stream, share) in x.row(t).chunks_exact(width).zip(shares.row(t)) {
@@ -180,6 +190,11 @@ impl Streams for Cpu {
                 kernel.scale(key, 1.0 / (1.0 + (-root).exp()));
             }
         });
+    }
+
+    fn add_ngrams(&self, u: &Tensor, x: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(x, |t, x, _| kernel.add_scaled(u.row(t), 1.0, x));
     }
 
     fn convolve_ngrams(&self, state: &mut State, batch: &Batch, inputs: &NgramInputs<'_, Self>, x: &mut Tensor) {

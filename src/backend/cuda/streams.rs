@@ -6,7 +6,7 @@ use super::memory::Data;
 use super::recur::State;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
-use crate::backend::{ConnectWeights, NgramInputs, NgramNorms, Streams};
+use crate::backend::{ConnectWeights, NgramInputs, NgramNorms, ReadBy, Streams};
 use crate::cuda::kernels::streams::{
     MAX_STREAMS, NGRAM_CHANNELS, NGRAM_TOKENS, PRODUCT_ROWS, PRODUCT_TOKENS, STREAM_NUMBERS, STREAM_THREADS,
 };
@@ -66,9 +66,11 @@ impl Streams for CudaBackend {
         x: &Tensor,
         w: &ConnectWeights<'_, Self>,
         (of, eps): (Connections, f32),
+        by: ReadBy<'_, Self>,
         shares: &mut Tensor,
         out: &mut Tensor,
     ) {
+        assert!(matches!(by, ReadBy::Own), "connections that look ahead are refused");
         let (stream, numbers) = (&self.cuda.compute, shares.cols);
         assert!(of.count <= MAX_STREAMS && numbers <= PRODUCT_ROWS && x.cols == of.count * out.cols);
         let (kernel, grid) = match x.rows <= FEW_TOKENS {
@@ -81,6 +83,10 @@ impl Streams for CudaBackend {
         launch!(self.cuda, stream, kernels::collapse_streams, [out.cols.div_ceil(STREAM_NUMBERS), x.rows, 1];
             x.f32(), shares.f32(), out.f32(), out.cols as i32, of.count as i32, numbers as i32,
             of.iterations as i32, of.eps);
+    }
+
+    fn sum_streams(&self, _: &Tensor, _: Connections, _: &Tensor, _: &mut Tensor) {
+        panic!("connections that look ahead are refused");
     }
 
     fn connect_streams(&self, y: &Tensor, shares: &Tensor, x: &mut Tensor) {
@@ -101,6 +107,10 @@ impl Streams for CudaBackend {
         launch!(self.cuda, &self.cuda.compute, kernels::gate_ngrams, grid;
             x.f32(), value.bf16(), key.bf16(), norms.key.address(), norms.query.address(), norms.eps,
             value.cols as i32);
+    }
+
+    fn add_ngrams(&self, _: &Tensor, _: &mut Tensor) {
+        panic!("n-grams without a convolution are refused, as connections that look ahead are");
     }
 
     fn convolve_ngrams(&self, state: &mut State, batch: &CudaBatch, inputs: &NgramInputs<'_, Self>, x: &mut Tensor) {

@@ -158,7 +158,7 @@ impl<B: Backend> Buffers<B> {
 
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    Layer { config, weights, cache, chosen }: Layer<'_, B, Gqa, Weights<B>>,
+    Layer { config, weights, cache, chosen, .. }: Layer<'_, B, Gqa, Weights<B>>,
     Buffers { q, k, v, out, gate, indexer }: &mut Buffers<B>,
     h: &mut B::Tensor,
     stream: &mut Stream<'_, B>,

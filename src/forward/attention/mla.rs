@@ -144,7 +144,7 @@ impl<B: Backend> Buffers<B> {
 
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    Layer { config, weights, cache, chosen }: Layer<'_, B, Mla, Weights<B>>,
+    Layer { config, weights, cache, chosen, .. }: Layer<'_, B, Mla, Weights<B>>,
     buffers: &mut Buffers<B>,
     h: &mut B::Tensor,
     stream: &mut Stream<'_, B>,

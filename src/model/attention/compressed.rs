@@ -1,6 +1,6 @@
 //! One key head whose keys are its values: a window of the last positions, and entries that stand for several each.
 
-use super::{Attention, Facts, Indexer, Matrix, Selection, StateShape};
+use super::{Attention, EntryKeys, Facts, Indexer, Matrix, Score, Selection, StateShape};
 use crate::model::{Rope, Share};
 
 /// DeepSeek-V4's attention. Source: HF modeling_deepseek_v4.
@@ -11,7 +11,8 @@ use crate::model::{Rope, Share};
 /// out = wo_b (of each group of heads: wo_a o)
 /// ```
 ///
-/// Keys and values of positions are a part of the state: nothing but entries is cached.
+/// V4.1 does not norm queries for each head, and its layers share entries. Keys and values of positions are a part of
+/// the state: nothing but entries is cached.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Compressed {
     /// Query heads.
@@ -20,6 +21,8 @@ pub struct Compressed {
     pub head_dim: usize,
     /// Width of the query latent.
     pub q_lora_rank: usize,
+    /// Queries have an RMS norm for each head.
+    pub norms_queries: bool,
     /// Rotary embedding of the last numbers of queries, keys and entries.
     pub rope: Rope,
     /// Positions that a token sees, itself included.
@@ -30,6 +33,8 @@ pub struct Compressed {
     pub o_lora_rank: usize,
     /// What makes entries of positions; `None`: the layer has only its window.
     pub compressor: Option<Compressor>,
+    /// The entries, and their index keys, are those of the last layer before it that makes some.
+    pub borrows: bool,
     /// Entries that queries attend to; `None`: all that they see.
     pub selection: Option<Selection>,
 }
@@ -41,8 +46,8 @@ pub struct Compressed {
 /// entry_i = rope(rms_w(sum_j softmax_j(gate_j + bias_j) value_j))     over positions [i ratio, (i + 1) ratio)
 /// ```
 ///
-/// Where entries overlap, positions have two values and gates: the first for the entry after theirs. An entry is seen
-/// from the last of its positions on.
+/// Where entries overlap, positions have two values and gates: the first for the entry after theirs. An entry of one
+/// position is its value. An entry is seen from the last of its positions on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Compressor {
     /// Numbers of an entry.
@@ -51,6 +56,8 @@ pub struct Compressor {
     pub ratio: usize,
     /// Whether an entry is also made of the positions before its own.
     pub overlaps: bool,
+    /// Whether gates have a bias of the place.
+    pub bias: bool,
 }
 
 impl Compressor {
@@ -62,6 +69,11 @@ impl Compressor {
     /// Values of a position, and as many gates.
     pub fn width(&self) -> usize {
         self.open() * self.dim
+    }
+
+    /// Whether positions are weighted.
+    pub fn gates(&self) -> bool {
+        self.ratio > 1
     }
 
     /// Numbers of the open entries: of each number of an entry the largest gate, the sum of shares and that of values.
@@ -86,10 +98,23 @@ impl Compressed {
         self.head_dim - self.rope.dim
     }
 
-    /// What makes the indexer's keys.
+    /// What the layer makes entries with.
+    pub fn own_compressor(&self) -> Option<Compressor> {
+        self.compressor.filter(|_| !self.borrows)
+    }
+
+    /// What makes the indexer's keys of positions, where they are not made of entries.
     pub fn key_compressor(&self) -> Option<Compressor> {
-        let own = self.selection.as_ref().and_then(Selection::own)?;
+        let of_positions = Score::Entries { latent: self.q_lora_rank, keys: EntryKeys::OfPositions };
+        let own = self.selection.as_ref().and_then(Selection::own).filter(|own| own.score == of_positions)?;
         Some(Compressor { dim: own.head_dim, ..self.compressor? })
+    }
+
+    /// Numbers of the keys that the layer makes of its entries, if it does.
+    pub fn keys_of_entries(&self) -> Option<usize> {
+        let of_entries = Score::Entries { latent: self.q_lora_rank, keys: EntryKeys::OfEntries };
+        let own = self.selection.as_ref().and_then(Selection::own).filter(|own| own.score == of_entries)?;
+        (!self.borrows).then_some(own.head_dim)
     }
 }
 
@@ -103,7 +128,11 @@ impl Facts for Compressed {
     }
 
     fn entries(&self) -> Option<Compressor> {
-        self.compressor
+        self.own_compressor()
+    }
+
+    fn borrows(&self) -> bool {
+        self.borrows
     }
 
     fn rope(&self) -> Option<&Rope> {
@@ -115,23 +144,26 @@ impl Facts for Compressed {
     }
 
     fn state(&self) -> Option<StateShape> {
-        let numbers = [self.compressor, self.key_compressor()].iter().flatten().map(Compressor::state).sum();
+        let numbers = [self.own_compressor(), self.key_compressor()].iter().flatten().map(Compressor::state).sum();
         Some(StateShape { past_inputs: self.window, channels: self.head_dim, numbers })
     }
 
     fn widths(&self) -> [usize; 8] {
-        let [index, dim] = self.selection.as_ref().map_or([0, 0], |s| [s.indexer.num_heads, s.indexer.head_dim]);
-        let compressed = self.compressor.map_or(0, |of| of.width());
-        [self.num_heads, self.head_dim, self.q_lora_rank, self.groups, self.o_lora_rank, compressed, index, dim]
+        let own = self.selection.as_ref().and_then(Selection::own);
+        let [index, dim] = own.map_or([0, 0], |own| [own.num_heads, own.head_dim]);
+        let (made, low) = (self.own_compressor().map_or(0, |of| of.width()), self.groups * self.o_lora_rank);
+        let chosen = self.selection.as_ref().map_or(0, |selection| selection.indexer.top_k);
+        [self.num_heads, self.head_dim, self.q_lora_rank, low, made, index, dim, chosen]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {
         let heads = self.num_heads * self.head_dim;
         let own = [(self.q_lora_rank, hidden), (heads, self.q_lora_rank), (self.head_dim, hidden)];
         let out = [(self.groups * self.o_lora_rank, heads / self.groups), (hidden, self.groups * self.o_lora_rank)];
-        let compressor = self.compressor.iter().map(|of| (2 * of.width(), hidden));
+        let compressor = self.own_compressor().into_iter().map(|of| (2 * of.width(), hidden));
+        let keys = self.keys_of_entries().into_iter().map(|dim| (dim, self.head_dim));
         let index = self.selection.as_ref().and_then(Selection::own).map_or(vec![], |own| own.matrices(hidden));
-        own.into_iter().chain(out).chain(compressor).chain(index).collect()
+        own.into_iter().chain(out).chain(compressor).chain(keys).chain(index).collect()
     }
 
     fn keys_and_values(&self) -> &'static [&'static str] {

@@ -12,12 +12,12 @@ pub struct Selection {
     pub indexer: Indexer,
 }
 
-/// Who chooses the positions of a layer.
+/// Who chooses for a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChosenBy {
     /// The layer's own indexer.
     Own,
-    /// The last layer before it that has an indexer.
+    /// The last layer before it whose indexer does.
     Earlier,
 }
 
@@ -37,6 +37,20 @@ pub struct Indexer {
     pub top_k: usize,
     /// What makes a unit's score.
     pub score: Score,
+    /// Blocks of units that indexers of later layers are limited to.
+    pub candidates: Option<Candidates>,
+}
+
+/// Blocks of units that are chosen before units are, by their largest score; the last one always. Only of units of one
+/// position. Source: mlx-vlm, deepseek_v41.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Candidates {
+    /// Who chooses them, by all scores.
+    pub by: ChosenBy,
+    /// Blocks that are chosen.
+    pub blocks: usize,
+    /// Units of each.
+    pub size: usize,
 }
 
 /// The score of a unit of positions.
@@ -60,12 +74,23 @@ pub enum Score {
         /// Width of the query latent.
         latent: usize,
     },
-    /// As `Weighted`, the key being an entry that a compressor makes of the unit. What is chosen are units, by their
-    /// number; only whole ones are scored, and taken. Source: HF modeling_deepseek_v4.
+    /// As `Weighted`, with a key for each entry of attention. What is chosen are units, by their number; only whole
+    /// ones are scored, and taken. Source: HF modeling_deepseek_v4.
     Entries {
         /// Width of the query latent.
         latent: usize,
+        /// What keys are made of.
+        keys: EntryKeys,
     },
+}
+
+/// What the index keys of entries are made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EntryKeys {
+    /// Of the unit's positions, as entries are, by a compressor of their own.
+    OfPositions,
+    /// The normed product with the entry before it is rotated; then rotated alike. Source: mlx-vlm, deepseek_v41.
+    OfEntries,
 }
 
 impl Indexer {
@@ -105,8 +130,11 @@ impl Indexer {
                 vec![(queries, latent), key, key, (self.num_heads, hidden)]
             }
             // Overlapping: values and gates for two entries.
-            Score::Entries { latent } => {
+            Score::Entries { latent, keys: EntryKeys::OfPositions } => {
                 vec![(queries, latent), (4 * self.head_dim, hidden), (self.num_heads, hidden)]
+            }
+            Score::Entries { latent, keys: EntryKeys::OfEntries } => {
+                vec![(queries, latent), (self.num_heads, hidden)]
             }
             Score::Largest | Score::Pooled => vec![(queries, hidden), (self.head_dim, hidden)],
         }

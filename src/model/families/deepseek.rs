@@ -126,6 +126,7 @@ fn selecting(f: &Fields<'_>, interleaved: bool, by: impl Fn(usize) -> ChosenBy) 
         unit: 1,
         top_k: f.dim("index_topk")?,
         score: Score::Weighted { latent: f.dim("q_lora_rank")? },
+        candidates: None,
     };
     for (i, layer) in model.layers.iter_mut().enumerate() {
         if let Attention::Mla(attention) = &mut layer.attention {

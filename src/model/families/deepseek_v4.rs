@@ -10,8 +10,8 @@ use super::fields::{Fields, checked, missing, wrong};
 use super::gguf::{Gguf, joined};
 use super::{deepseek, glm5_next};
 use crate::model::{
-    Attention, ChosenBy, Compressed, Compressor, Ffn, Indexer, LastRead, LayerConfig, Mlp, ModelConfig, Moe, Names,
-    Residual, Rope, RopeScaling, Router, Score, Scoring, Selection, SharedExpert,
+    Attention, ChosenBy, Compressed, Compressor, EntryKeys, Ffn, Indexer, LastRead, LayerConfig, Mlp, ModelConfig, Moe,
+    Names, Residual, Rope, RopeScaling, Router, Score, Scoring, Selection, SharedExpert,
 };
 use crate::{Error, Result};
 
@@ -21,25 +21,29 @@ const CHOSEN_RATIO: usize = 4;
 /// Positions of a window, at most: what a sequence keeps grows with it.
 const MAX_WINDOW: usize = 1 << 16;
 
+/// What the checkpoint calls its tensors.
+pub(super) const NAMES: Names = Names {
+    body: "",
+    embedding: "embed",
+    head: "head",
+    attention_norm: "attn_norm",
+    ffn_norm: "ffn_norm",
+    attention: "attn",
+    sinks: "attn_sink",
+    mlp_projections: ["w1", "w3", "w2"],
+    router: "ffn.gate",
+    correction_bias: "ffn.gate.bias",
+    shared_expert: "ffn.shared_experts",
+    experts: "ffn.experts",
+    expert_projections: ["w1", "w3", "w2"],
+    ..Names::COMMON
+};
+
 /// `deepseek_v4`.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
-    f.expect_silu()?;
-    f.expect("attention_bias", false.into())?;
-    f.expect("num_key_value_heads", 1.into())?;
-    f.expect("scoring_func", "sqrtsoftplus".into())?;
-    f.expect("topk_method", "noaux_tc".into())?;
-    f.expect("n_group", 1.into())?;
     let attentions = attentions(f)?;
     let hashed = f.count_or("num_hash_layers", 0)?;
-    let router = Router {
-        normalize: f.bool_or("norm_topk_prob", true)?,
-        scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
-        ..Router::new(f.top_k()?, Scoring::SqrtSoftplus)
-    };
-    let activation = glm5_next::activation(f)?;
-    let moe = deepseek::moe(f, router, 1)?;
-    let shared = moe.shared.map(|shared| SharedExpert { mlp: Mlp { activation, ..shared.mlp }, ..shared });
-    let moe = Moe { activation, shared, ..moe };
+    let moe = moe(f)?;
     let ffn = |layer| {
         let by_token = layer < hashed;
         let router = Router { by_token, correction_bias: !by_token, ..moe.router.clone() };
@@ -49,45 +53,71 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let layers = super::layers(f, |layer| Attention::Compressed(attentions[layer].clone()), ffn)?;
     let connected = |layer| LayerConfig { residual: Residual::Connected(connections), ..layer };
     // In GGUF files they are as most families'.
-    let names = match f.bool_or("common_names", false)? {
-        true => Names::COMMON,
-        false => Names {
-            body: "",
-            embedding: "embed",
-            head: "head",
-            attention_norm: "attn_norm",
-            ffn_norm: "ffn_norm",
-            attention: "attn",
-            sinks: "attn_sink",
-            mlp_projections: ["w1", "w3", "w2"],
-            router: "ffn.gate",
-            correction_bias: "ffn.gate.bias",
-            shared_expert: "ffn.shared_experts",
-            experts: "ffn.experts",
-            expert_projections: ["w1", "w3", "w2"],
-            ..Names::COMMON
-        },
-    };
+    let names = if f.bool_or("common_names", false)? { Names::COMMON } else { NAMES };
     Ok(ModelConfig { names, ..super::model(f, layers.into_iter().map(connected).collect())? })
+}
+
+/// The experts of a layer, chosen with a bias.
+pub(super) fn moe(f: &Fields<'_>) -> Result<Moe> {
+    f.expect_silu()?;
+    f.expect("scoring_func", "sqrtsoftplus".into())?;
+    f.expect("topk_method", "noaux_tc".into())?;
+    f.expect("n_group", 1.into())?;
+    let router = Router {
+        correction_bias: true,
+        normalize: f.bool_or("norm_topk_prob", true)?,
+        scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
+        ..Router::new(f.top_k()?, Scoring::SqrtSoftplus)
+    };
+    let activation = glm5_next::activation(f)?;
+    let moe = deepseek::moe(f, router, 1)?;
+    let shared = moe.shared.map(|shared| SharedExpert { mlp: Mlp { activation, ..shared.mlp }, ..shared });
+    Ok(Moe { activation, shared, ..moe })
 }
 
 /// The attention of each layer.
 fn attentions(f: &Fields<'_>) -> Result<Vec<Compressed>> {
-    let (num_heads, head_dim) = (f.heads("num_attention_heads")?, f.heads("head_dim")?);
-    let (q_lora_rank, groups) = (f.dim("q_lora_rank")?, f.heads("o_groups")?);
-    let rotated = f.dim("qk_rope_head_dim")?;
-    let narrow = |name: &str, dim: usize| match dim < rotated {
-        true => Err(wrong(name, &format!("at least the {rotated} rotated numbers"))),
-        false => Ok(dim),
+    let windowed = windowed(f)?;
+    let rope = rope(f, windowed.rope.dim)?;
+    let of_layer = |ratio: usize| -> Result<Compressed> {
+        if ratio == 0 {
+            return Ok(windowed.clone());
+        }
+        let chosen = ratio == CHOSEN_RATIO;
+        let keys = EntryKeys::OfPositions;
+        let indexer = if chosen { Some(indexer(f, &windowed, ratio, keys)?) } else { None };
+        let selection = indexer.map(|indexer| Selection { by: ChosenBy::Own, indexer });
+        let compressor = Some(Compressor { dim: windowed.head_dim, ratio, overlaps: chosen, bias: true });
+        Ok(Compressed { rope: rope.clone(), compressor, selection, ..windowed.clone() })
     };
-    narrow("head_dim", head_dim)?;
+    ratios(f)?.into_iter().map(of_layer).collect()
+}
+
+/// Positions of an entry in each layer; 0: it has only a window. Further ones are draft layers'.
+pub(super) fn ratios(f: &Fields<'_>) -> Result<Vec<usize>> {
+    const NAME: &str = "compress_ratios";
+    let ratios = f.integers(NAME)?.ok_or_else(|| missing(NAME))?;
+    let layers = f.num_layers()?;
+    let ratios = ratios.get(..layers).ok_or_else(|| wrong(NAME, &format!("one for each of {layers}")))?;
+    let valid = |ratio: &i64| usize::try_from(*ratio).ok().filter(|ratio| *ratio <= MAX_WINDOW);
+    let ratios = ratios.iter().map(valid).collect::<Option<_>>();
+    ratios.ok_or_else(|| wrong(NAME, &format!("integers from 0 to {MAX_WINDOW}")))
+}
+
+/// Attention that has only its window.
+pub(super) fn windowed(f: &Fields<'_>) -> Result<Compressed> {
+    f.expect("attention_bias", false.into())?;
+    f.expect("num_key_value_heads", 1.into())?;
+    let (num_heads, groups) = (f.heads("num_attention_heads")?, f.heads("o_groups")?);
+    let rotated = f.dim("qk_rope_head_dim")?;
     if num_heads % groups != 0 {
         return Err(Error::Model(format!("`o_groups` {groups} do not divide {num_heads} heads")));
     }
-    let windowed = Compressed {
+    Ok(Compressed {
         num_heads,
-        head_dim,
-        q_lora_rank,
+        head_dim: rotated_in(f, "head_dim", rotated)?,
+        q_lora_rank: f.dim("q_lora_rank")?,
+        norms_queries: true,
         rope: checked(Rope {
             dim: rotated,
             theta: f.f64_or("rope_theta", 10_000.0)?,
@@ -98,42 +128,40 @@ fn attentions(f: &Fields<'_>) -> Result<Vec<Compressed>> {
         groups,
         o_lora_rank: f.dim("o_lora_rank")?,
         compressor: None,
+        borrows: false,
         selection: None,
-    };
+    })
+}
+
+/// The width of heads of which so many numbers are rotated.
+fn rotated_in(f: &Fields<'_>, name: &str, rotated: usize) -> Result<usize> {
+    match f.heads(name)? {
+        dim if dim < rotated => Err(wrong(name, &format!("at least the {rotated} rotated numbers"))),
+        dim => Ok(dim),
+    }
+}
+
+/// The rope of layers that have entries.
+pub(super) fn rope(f: &Fields<'_>, rotated: usize) -> Result<Rope> {
     let mut rope =
         Rope { theta: f.f64_or("compress_rope_theta", 160_000.0)?, ..f.rope_and_mscale(rotated, true, 10_000.0)?.0 };
     if let RopeScaling::Yarn(yarn) = &mut rope.scaling {
         yarn.attention_factor = 1.0;
     }
-    let rope = checked(rope)?;
-    let of_layer = |ratio: &i64| -> Result<Compressed> {
-        let ratio = match usize::try_from(*ratio) {
-            Ok(0) => return Ok(windowed.clone()),
-            Ok(ratio @ 1..=MAX_WINDOW) => ratio,
-            _ => return Err(wrong("compress_ratios", &format!("integers from 0 to {MAX_WINDOW}"))),
-        };
-        let chosen = ratio == CHOSEN_RATIO;
-        let selection = if chosen {
-            let indexer = Indexer {
-                num_heads: f.heads("index_n_heads")?,
-                head_dim: narrow("index_head_dim", f.heads("index_head_dim")?)?,
-                interleaved: true,
-                unit: ratio,
-                top_k: f.dim("index_topk")?,
-                score: Score::Entries { latent: q_lora_rank },
-            };
-            Some(Selection { by: ChosenBy::Own, indexer })
-        } else {
-            None
-        };
-        let compressor = Some(Compressor { dim: head_dim, ratio, overlaps: chosen });
-        Ok(Compressed { rope: rope.clone(), compressor, selection, ..windowed.clone() })
-    };
-    let ratios = f.integers("compress_ratios")?.ok_or_else(|| missing("compress_ratios"))?;
-    let layers = f.num_layers()?;
-    // Further ones are draft layers'.
-    let ratios = ratios.get(..layers).ok_or_else(|| wrong("compress_ratios", &format!("one for each of {layers}")))?;
-    ratios.iter().map(of_layer).collect()
+    checked(rope)
+}
+
+/// What chooses among entries of `unit` positions.
+pub(super) fn indexer(f: &Fields<'_>, of: &Compressed, unit: usize, keys: EntryKeys) -> Result<Indexer> {
+    Ok(Indexer {
+        num_heads: f.heads("index_n_heads")?,
+        head_dim: rotated_in(f, "index_head_dim", of.rope.dim)?,
+        interleaved: true,
+        unit,
+        top_k: f.dim("index_topk")?,
+        score: Score::Entries { latent: of.q_lora_rank, keys },
+        candidates: None,
+    })
 }
 
 /// `deepseek_v4` in GGUF files.

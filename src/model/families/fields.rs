@@ -241,6 +241,11 @@ impl<'a> Fields<'a> {
         list.ok_or_else(|| wrong(name, "a list of layer numbers"))
     }
 
+    /// An integer of any sign; `None` when absent.
+    pub(super) fn integer(&self, name: &str) -> Result<Option<i64>> {
+        self.get(name).map(|v| v.as_i64().ok_or_else(|| wrong(name, "an integer"))).transpose()
+    }
+
     /// A list of integers; `None` when absent.
     pub(super) fn integers(&self, name: &str) -> Result<Option<Vec<i64>>> {
         let Some(value) = self.get(name) else { return Ok(None) };
@@ -455,7 +460,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn positive_or(&self, name: &str, default: f64) -> Result<f64> {
+    pub(super) fn positive_or(&self, name: &str, default: f64) -> Result<f64> {
         if self.get(name).is_some() { self.positive(name) } else { Ok(default) }
     }
 }

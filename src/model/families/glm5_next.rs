@@ -129,6 +129,7 @@ fn indexer(f: &Fields<'_>, latent: usize) -> Result<Indexer> {
         unit,
         top_k: budget / unit,
         score: Score::Gated { latent },
+        candidates: None,
     })
 }
 

@@ -102,6 +102,7 @@ fn m3_indexer(f: &Fields<'_>, attention: &Gqa) -> Result<(Vec<bool>, Option<Inde
         unit: sparse.heads("sparse_block_size")?,
         top_k: sparse.heads("sparse_topk_blocks")?,
         score: Score::Largest,
+        candidates: None,
     };
     let rotated = attention.rope.as_ref().map_or(0, |rope| rope.dim);
     if indexer.num_heads != attention.num_kv_heads || indexer.head_dim < rotated {

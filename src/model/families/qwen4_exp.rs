@@ -62,6 +62,7 @@ fn indexer(f: &Fields<'_>) -> Result<Indexer> {
         unit,
         top_k: budget / unit,
         score: Score::Pooled,
+        candidates: None,
     })
 }
 
@@ -88,13 +89,17 @@ fn ngrams(f: &Fields<'_>) -> Result<Ngrams> {
         Ok(list) => list.first().copied().ok_or_else(|| missing("eos_token_id"))?,
         Err(_) => f.count_or("eos_token_id", 0)?,
     };
+    let end_token = end_token.try_into().map_err(|_| wrong("eos_token_id", "a token"))?;
     let base = f.table_rows("ngram_vocab_size_base")?;
     Ok(Ngrams {
         max_tokens,
         heads,
         row_dim: width / rows,
-        conv_width: up_to(f, "ple_conv_kernel_size", 2, MAX_NGRAM)?,
-        end_token: end_token.try_into().map_err(|_| wrong("eos_token_id", "a token"))?,
+        conv_width: Some(up_to(f, "ple_conv_kernel_size", 2, MAX_NGRAM)?),
+        end_token,
+        filler: end_token,
+        kinds: None,
+        alike: None,
         table_rows: base.saturating_mul(rows),
         hash: hash(f, max_tokens, rows)?,
     })
