@@ -8,7 +8,8 @@
 // Launch, in this order:
 //   compress: grid (most entries that end, sequences)
 //     out[t] [dim] = rope(norm(sum_j softmax_j(gate_j + bias_j) value_j)), of the entry that token t ends, rotated at
-//     its first position; the last 2 * half numbers turn, in pairs of neighbours
+//     its first position; the last 2 * half numbers turn, in pairs of neighbours; none with half 0
+//   rope_entries: grid (T): turns them where that is left to be done, of rows [T, dim] of tokens that end an entry
 //   compress_keep: grid (ceil(dim / KEEP_THREADS), sequences): what is open at the end
 //   entries_write: grid (T): the rows of tokens that end an entry to their places; of index keys as well
 //   entries_gather: grid (ceil(most / ENTRY_ROWS), n)
@@ -70,6 +71,13 @@ __device__ __forceinline__ Open entry_of(const Compressor& a, const Sequences& a
     return open;
 }
 
+// Number `at` of those that turn, beside the other one of its pair, by the angle of `position`, as rope_angles has it.
+__device__ __forceinline__ float turned_to(int position, const float* inv_freq, int at, float own, float other) {
+    const double angle = (float)position * inv_freq[at / 2];
+    const float rest = (float)(angle - rint(angle * 0.15915494309189535) * 6.283185307179586), sine = __sinf(rest);
+    return own * __cosf(rest) + (at % 2 ? other * sine : -other * sine);
+}
+
 KERNEL(compress, ENTRY_DIM, 0, const __grid_constant__ Compressor a, const __grid_constant__ Sequences all,
     const float* weight, const float* inv_freq, bf16* out, int half, float eps) {
     begin_kernel();
@@ -87,15 +95,20 @@ KERNEL(compress, ENTRY_DIM, 0, const __grid_constant__ Compressor a, const __gri
     if (c < a.dim) row[c] = x * scale * weight[c];
     __syncthreads();
     if (c >= a.dim) return;
-    float turned = row[c];
     const int at = c - (a.dim - 2 * half);
-    if (at >= 0) { // as rope_angles
-        const double angle = (float)(entry * a.ratio) * inv_freq[at / 2];
-        const float rest = (float)(angle - rint(angle * 0.15915494309189535) * 6.283185307179586);
-        const float other = row[c ^ 1], sine = __sinf(rest);
-        turned = turned * __cosf(rest) + (at % 2 ? other * sine : -other * sine);
-    }
+    const float turned = at < 0 ? row[c] : turned_to(entry * a.ratio, inv_freq, at, row[c], row[c ^ 1]);
     out[(size_t)(span.row + end - 1 - span.start) * a.dim + c] = to_bf16(turned);
+}
+
+KERNEL(rope_entries, ENTRY_DIM / 2, 0, bf16* rows, const float* inv_freq, const int* positions, int dim, int half,
+    int ratio) {
+    begin_kernel();
+    const int end = positions[blockIdx.x] + 1, pair = threadIdx.x;
+    if (end <= 0 || end % ratio != 0 || pair >= half) return;
+    bf16* row = rows + (size_t)blockIdx.x * dim + dim - 2 * half + 2 * pair;
+    const float a = to_f32(row[0]), b = to_f32(row[1]);
+    row[0] = to_bf16(turned_to(end - ratio, inv_freq, 2 * pair, a, b));
+    row[1] = to_bf16(turned_to(end - ratio, inv_freq, 2 * pair + 1, b, a));
 }
 
 KERNEL(compress_keep, KEEP_THREADS, 0, const __grid_constant__ Compressor a, const __grid_constant__ Sequences all) {

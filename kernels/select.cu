@@ -26,8 +26,12 @@
 //   A unit's score is the largest of its positions', and the last unit is always taken; units [n, sets, pitch] is room
 //   for that, and not used where a unit is a position. `pooled` 1: scores are of whole units, and the positions after
 //   the last one are always taken besides. 2: lists [T, set, top_k] have the numbers of units, whole ones alone, and
-//   only of tokens that see more than `most` positions. Else a token that sees no more than that gets all that it sees.
+//   only of tokens that see more than `most` positions. 3: lists as of 2, scores as of 0. Else a token that sees no
+//   more than that gets all that it sees.
 //   With parts > 1 it chooses of what index_best_parts chose, which gives the same.
+// index_limit: grid (ceil(positions / LIMIT_THREADS), n)
+//   Takes the scores of units of one position out of the choice that are in none of a token's blocks of `size`, blocks
+//   [T, count] ascending, where it sees more than these have.
 // select_gather: grid (ceil(most / GATHER_ROWS), n)
 //   Entry j of lists[t] becomes position j of row i, in pages that follow each other: to [n, pages, kv_heads, 64, key]
 //   positions[i] = counts[t] - 1: with it, and tables that count, the decode kernels read what was gathered.
@@ -284,7 +288,7 @@ struct Units {
     int all, seen;
     size_t at;
     __device__ __forceinline__ Units(const int* positions, int t, int unit, int pooled, int pitch)
-        : all(positions[t] + 1), seen(pooled ? all / unit : div_ceil(all, unit)),
+        : all(positions[t] + 1), seen(pooled == 1 || pooled == 2 ? all / unit : div_ceil(all, unit)),
           at(((size_t)blockIdx.x * gridDim.y + blockIdx.y) * pitch) {}
 
     // Units of a part, and where `parts` save nothing 0: no more are left out than are chosen again.
@@ -295,7 +299,7 @@ struct Units {
     // Scores of the units from `begin` to `end`, whose own are not those of positions in `units`.
     __device__ __forceinline__ const float* scores(
         const float* of_positions, float* units, int begin, int end, int unit, int pooled) const {
-        if (pooled || unit == 1) return of_positions + at;
+        if (pooled == 1 || pooled == 2 || (unit == 1 && !pooled)) return of_positions + at;
         for (int u = begin + threadIdx.x; u < end; u += BEST_THREADS) {
             float largest = -INFINITY;
             for (int i = u * unit; i < min((u + 1) * unit, all); i++) largest = fmaxf(largest, of_positions[at + i]);
@@ -332,7 +336,7 @@ KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int
     const int t = first + blockIdx.x, set = blockIdx.y, sets = gridDim.y;
     const Units of(positions, t, unit, pooled, pitch);
     const int all = of.all;
-    const bool units_listed = pooled == 2;
+    const bool units_listed = pooled >= 2;
     int* list = lists + ((size_t)t * sets + set) * (units_listed ? top_k : most);
     // Of units that are taken the last may have fewer positions.
     const int count = pooled ? top_k * unit + all % unit : (top_k - 1) * unit + (all - 1) % unit + 1;
@@ -361,6 +365,24 @@ KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int
             taken, top_k, [&](int i) { return best_scores[from + i]; },
             [&](int place, int i) { take(place, best[from + i]); });
     }
+}
+
+constexpr int LIMIT_THREADS = 256;
+KERNEL(index_limit, LIMIT_THREADS, 0, float* scores, const int* blocks, const int* positions, int first, int count,
+    int size, int pitch) {
+    begin_kernel();
+    const int t = first + blockIdx.y, i = blockIdx.x * LIMIT_THREADS + threadIdx.x, seen = positions[t] + 1;
+    if (i >= seen || seen <= count * size) return;
+    const int *mine = blocks + (size_t)t * count, block = i / size;
+    int below = 0, above = count; // the first that is not before the block
+    while (below < above) {
+        const int middle = (below + above) / 2;
+        if (mine[middle] < block)
+            below = middle + 1;
+        else
+            above = middle;
+    }
+    if (below == count || mine[below] != block) scores[(size_t)blockIdx.y * pitch + i] = -INFINITY;
 }
 
 constexpr int GATHER_ROWS = 16;

@@ -7,10 +7,12 @@
 //   gate_ngrams      key_s = sigmoid(sign(g) sqrt(max(|g|, 1e-6))) * value,  g = norm(key_s) . norm(x_s) / sqrt(hidden)
 //   convolve_ngrams  x += gated + silu(sum over taps of tap * normed)
 //   keep_ngrams      the last inputs of the convolution, for the sequence's next tokens
+//   add_ngrams       x += u, where there is no convolution
 //
 // and of hyper-connections (HF modeling_glm5_next and modeling_deepseek_v4), of up to MAX_STREAMS streams:
 //   streams_product  m = (w rms(x)) scale + base, of `streams` numbers each for pre and post, and streams^2 for C
-//   collapse_streams out = sum over streams of pre_s x_s, pre = sigmoid(m) + eps; post = 2 sigmoid(m); C balanced
+//   collapse_streams out = sum over streams of pre_s x_s, pre = sigmoid(m) + eps, of these shares or of others; post =
+//                    2 sigmoid(m); C balanced
 //   connect_streams  x_k = post_k y + sum over j of C_jk x_j
 //   mean_streams     out = 1 / streams * sum over streams of x_s
 //
@@ -154,6 +156,16 @@ KERNEL(keep_ngrams, STREAM_THREADS, 0, const bf16* normed, float* kept, const in
     }
 }
 
+// u [T, cols], x [T, cols] f32. grid (ceil(cols / STREAM_NUMBERS), rows)
+KERNEL(add_ngrams, STREAM_THREADS, 0, const bf16* u, float* x, int cols) {
+    begin_kernel();
+    const int i = 4 * (blockIdx.x * STREAM_THREADS + threadIdx.x);
+    if (i >= cols) return;
+    const size_t at = (size_t)blockIdx.y * cols + i;
+    const float4 a = four_of(x + at), b = four_of(u + at);
+    *reinterpret_cast<float4*>(x + at) = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
 // The product for few tokens (streams_product.cu has it for many): a block has a row for PRODUCT_TOKENS tokens.
 // grid (rows, ceil(tokens / PRODUCT_TOKENS))
 constexpr int PRODUCT_TOKENS = 4;
@@ -186,9 +198,10 @@ KERNEL(streams_product_row, STREAM_THREADS, 0, PRODUCT_ARGUMENTS) {
 }
 
 // x [T, streams * hidden], out [T, hidden], f32. Behind `streams` numbers for pre, shares become post and C; where
-// there are only those, nothing. grid (ceil(hidden / STREAM_NUMBERS), rows)
-KERNEL(collapse_streams, STREAM_THREADS, 0, const float* x, float* shares, float* out, int hidden, int streams,
-    int numbers, int iterations, float eps) {
+// there are only those, nothing. `by` has m of pre in rows of `by_numbers`; null: out is the first stream.
+// grid (ceil(hidden / STREAM_NUMBERS), rows)
+KERNEL(collapse_streams, STREAM_THREADS, 0, const float* x, float* shares, const float* by, float* out, int hidden,
+    int streams, int numbers, int by_numbers, int iterations, float eps) {
     begin_kernel();
     float* row = shares + (size_t)blockIdx.y * numbers;
     const int i = 4 * (blockIdx.x * STREAM_THREADS + threadIdx.x), lane = threadIdx.x % WARP;
@@ -216,8 +229,8 @@ KERNEL(collapse_streams, STREAM_THREADS, 0, const float* x, float* shares, float
     }
     if (i >= hidden) return;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int s = 0; s < streams; s++) {
-        const float pre = 1.0f / (1.0f + expf(-row[s])) + eps;
+    for (int s = 0; s < (by ? streams : 1); s++) {
+        const float pre = by ? 1.0f / (1.0f + expf(-by[(size_t)blockIdx.y * by_numbers + s])) + eps : 1.0f;
         const float4 v = four_of(x + ((size_t)blockIdx.y * streams + s) * hidden + i);
         sum = make_float4(sum.x + pre * v.x, sum.y + pre * v.y, sum.z + pre * v.z, sum.w + pre * v.w);
     }

@@ -37,6 +37,7 @@ const FIXTURES: &[&str] = &[
     "qwen4_exp",
     "glm5_next",
     "deepseek_v4",
+    "deepseek_v41",
     "qwen3_moe",
     "qwen3_moe_dense_layer_sharded",
     "deepseek_v2_lite",

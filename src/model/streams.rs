@@ -96,10 +96,11 @@ impl Connections {
 
     /// What the GPU's kernels lack for them, if anything.
     pub fn gpu_lacks(&self) -> Option<String> {
-        if self.last == LastRead::Ahead {
-            return Some("the GPU lacks DeepSeek-V4.1's shared entries and connections that look ahead".into());
-        }
-        (self.count > 4).then(|| format!("the GPU connects at most 4 residual streams, and there are {}", self.count))
+        // Rows of shares that the head reads by are copied by fours.
+        let fits = self.count <= 4 && (self.last != LastRead::Ahead || self.rows().is_multiple_of(4));
+        (!fits).then(|| {
+            format!("the GPU connects 2 to 4 residual streams, of models that look ahead 4, not {}", self.count)
+        })
     }
 }
 

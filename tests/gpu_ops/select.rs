@@ -3,7 +3,7 @@
 use moebius::backend::batch::Batch;
 use moebius::backend::{Attend, Choice, IndexQueries, KeyNorm, Load, Memory, Rotary, Select, Softmax};
 use moebius::config::KvBits;
-use moebius::model::{ChosenBy, Indexer, Mla, Score, Selection, Values};
+use moebius::model::{Candidates, ChosenBy, Indexer, Mla, Score, Selection, Values};
 
 use super::latents::config;
 use crate::common;
@@ -64,6 +64,14 @@ fn check_choice(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], 
             (b.chosen(indexer, last.len()).unwrap(), b.select_scratch(indexer, last.len()).unwrap());
         let (queries, weights) =
             (b.filled(indexer.num_heads * dim, &queries), b.filled_f32(indexer.num_heads, &weights));
+        if let Some(of) = indexer.candidates {
+            let first = Indexer { candidates: Some(Candidates { by: ChosenBy::Own, ..of }), ..indexer.clone() };
+            let others = whole(last.len() * indexer.num_heads * dim, 47, 2.0);
+            let (others, mut scores) =
+                (b.filled(indexer.num_heads * dim, &others), b.select_scratch(&first, last.len()).unwrap());
+            let queries = IndexQueries { q: &others, weights: Some(&weights) };
+            b.select(&index, &batch, &first, &queries, &mut scores, &mut chosen);
+        }
         let queries = IndexQueries { q: &queries, weights: Some(&weights) };
         b.select(&index, &batch, indexer, &queries, &mut scores, &mut chosen);
 
@@ -117,6 +125,20 @@ fn parts_of_a_row_choose_what_one_does() {
             top_k,
             score: Score::Weighted { latent: 64 },
             candidates: None,
+        };
+        for batch in [few, many] {
+            check_choice(&sides, &indexer, batch, KvBits::Bf16);
+        }
+    }
+    for (blocks, size, top_k) in [(3, 8, 10), (20, 4, 30)] {
+        let indexer = Indexer {
+            num_heads: 4,
+            head_dim: 16,
+            interleaved: false,
+            unit: 1,
+            top_k,
+            score: Score::Weighted { latent: 64 },
+            candidates: Some(Candidates { by: ChosenBy::Earlier, blocks, size }),
         };
         for batch in [few, many] {
             check_choice(&sides, &indexer, batch, KvBits::Bf16);

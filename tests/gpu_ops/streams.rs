@@ -105,13 +105,20 @@ fn streams_are_connected() {
             b.collapse_streams(&x, &w, (of, 1e-6), ReadBy::Own, &mut shares, &mut read);
             let collapsed = b.numbers(&read);
             let shares_of = b.numbers(&shares);
+            let (mut others, mut reads) = (b.tensor_f32(rows, of.rows()).unwrap(), Vec::new());
+            for by in [ReadBy::First, ReadBy::Shares(&shares)] {
+                b.collapse_streams(&x, &w, (of, 1e-6), by, &mut others, &mut read);
+                reads.extend(b.numbers(&read));
+            }
+            b.sum_streams(&x, of, &shares, &mut read);
+            reads.extend(b.numbers(&read));
             b.connect_streams(&y, &shares, &mut x);
             let connected = b.numbers(&x);
             b.mean_streams(&x, &mut read);
             let behind: Vec<f32> = shares_of.chunks(of.rows()).flat_map(|row| row[count..].to_vec()).collect();
-            [weighed, collapsed, behind, connected, b.numbers(&read)]
+            [weighed, collapsed, behind, reads, connected, b.numbers(&read)]
         });
-        let parts = ["weighed", "collapsed", "shares", "connected", "mean"];
+        let parts = ["weighed", "collapsed", "shares", "read by others", "connected", "mean"];
         for ((part, got), want) in parts.iter().zip(&got).zip(&want) {
             check(&format!("{part}, {what}"), got, want, if rows > 32 { SPLIT } else { CONNECTED });
         }

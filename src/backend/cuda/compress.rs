@@ -104,7 +104,6 @@ impl Compress for CudaBackend {
         x: &Tensor,
         out: &mut Tensor,
     ) {
-        let inv_freq = rule.inv_freq.expect("a model whose entries are rotated later is refused");
         let Compressor { dim, ratio, overlaps, .. } = rule.compressor;
         let (first, of_slot) = rule.state;
         assert!(dim <= ENTRY_DIM && x.cols == 2 * rule.compressor.width() && out.cols == dim);
@@ -122,13 +121,17 @@ impl Compress for CudaBackend {
         };
         let ends = batch.longest().div_ceil(ratio); // at most, of a sequence
         launch!(self.cuda, stream, kernels::compress, [ends, batch.sequences(), 1];
-            of, all, rule.norm.address(), inv_freq.address(), out.bf16(), inv_freq.len() as i32, rule.eps);
+            of, all, rule.norm.address(), rule.inv_freq.map_or(Address::NULL, DeviceBuffer::address), out.bf16(),
+            rule.inv_freq.map_or(0, DeviceBuffer::len) as i32, rule.eps);
         launch!(self.cuda, stream, kernels::compress_keep, [dim.div_ceil(KEEP_THREADS), batch.sequences(), 1];
             of, all);
     }
 
-    fn rope_entries(&self, _: &CudaBatch, _: usize, _: &DeviceBuffer<f32>, _: &mut Tensor) {
-        panic!("a model whose entries are rotated later is refused");
+    fn rope_entries(&self, batch: &CudaBatch, ratio: usize, inv_freq: &DeviceBuffer<f32>, rows: &mut Tensor) {
+        assert!(rows.cols <= ENTRY_DIM && 2 * inv_freq.len() <= rows.cols);
+        launch!(self.cuda, &self.cuda.compute, kernels::rope_entries, [batch.rows(), 1, 1];
+            rows.bf16(), inv_freq.address(), batch.positions(), rows.cols as i32, inv_freq.len() as i32,
+            ratio as i32);
     }
 
     fn entries_write(&self, entries: &mut Entries, batch: &CudaBatch, rows: &Tensor) {

@@ -11,9 +11,9 @@ use super::attend_latent::Single;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::{Choice, IndexQueries, KeyNorm, KeyPool, Rotary, Select};
-use crate::cuda::kernels::select::{GATHER_ROWS, SCORE_PAGES};
+use crate::cuda::kernels::select::{GATHER_ROWS, LIMIT_THREADS, SCORE_PAGES};
 use crate::cuda::{Address, Cuda, DeviceBuffer, kernels, launch};
-use crate::model::{Indexer, Score};
+use crate::model::{ChosenBy, Indexer, Score};
 use crate::{Error, Result};
 
 /// Tokens whose scores, or gathered keys, are there at a time, at most.
@@ -49,6 +49,7 @@ pub struct Chosen {
     pub(super) len: usize,               // of a list, at most
     pub(super) lists: DeviceBuffer<i32>, // [tokens, sets, len], ascending; none of a prompt's tokens that see no more
     counts: DeviceBuffer<i32>,           // [tokens]
+    blocks: DeviceBuffer<i32>,           // [tokens, candidates], ascending, of tokens that see more
 }
 
 /// Scores of a wave.
@@ -181,6 +182,38 @@ impl CudaBackend {
     }
 }
 
+/// What is taken of the scores of a wave, as kernels/select.cu says.
+struct Best {
+    top_k: usize,
+    unit: usize,
+    most: usize,
+    pooled: i32,
+}
+
+impl CudaBackend {
+    /// Lists the best of a wave.
+    fn best(
+        &self,
+        of: &Best,
+        batch: &CudaBatch,
+        rows: &Range<usize>,
+        scratch: &SelectScratch,
+        (lists, chosen): (&DeviceBuffer<i32>, &Chosen),
+    ) {
+        let parts = if rows.len() <= PARTED { PARTS } else { 1 };
+        if parts > 1 {
+            launch!(self.cuda, &self.cuda.compute, kernels::index_best_parts, [rows.len(), chosen.sets, parts];
+                scratch.scores.address(), scratch.units.address(), batch.positions(), scratch.best_scores.address(),
+                scratch.best.address(), rows.start as i32, of.top_k as i32, of.unit as i32, of.most as i32, of.pooled,
+                scratch.pitch as i32);
+        }
+        launch!(self.cuda, &self.cuda.compute, kernels::index_best, [rows.len(), chosen.sets, 1];
+            scratch.scores.address(), scratch.units.address(), batch.positions(), scratch.best_scores.address(),
+            scratch.best.address(), lists.address(), chosen.counts.address(), rows.start as i32, of.top_k as i32,
+            of.unit as i32, of.most as i32, of.pooled, scratch.pitch as i32, parts as i32);
+    }
+}
+
 impl Select for CudaBackend {
     type Index = Index;
     type SelectScratch = SelectScratch;
@@ -223,18 +256,21 @@ impl Select for CudaBackend {
             len,
             lists: DeviceBuffer::new(cuda, max_tokens * sets * len)?,
             counts: DeviceBuffer::zeros(cuda, max_tokens)?,
+            blocks: DeviceBuffer::new(cuda, max_tokens * indexer.candidates.map_or(0, |of| of.blocks).max(1))?,
         })
     }
 
     fn select_scratch(&self, indexer: &Indexer, max_tokens: usize) -> Result<SelectScratch> {
         let pitch = self.limits.context.next_multiple_of(BLOCK_SIZE);
         let scores = WAVE.min(max_tokens) * indexer.sets() * pitch;
-        let best = PARTED.min(max_tokens) * indexer.sets() * PARTS * indexer.top_k;
+        let blocks = indexer.candidates.filter(|of| of.by == ChosenBy::Own).map_or(0, |of| of.blocks);
+        let best = PARTED.min(max_tokens) * indexer.sets() * PARTS * indexer.top_k.max(blocks);
+        let of_several = indexer.score == Score::Largest || blocks > 0;
         Ok(SelectScratch {
             best_scores: DeviceBuffer::new(&self.cuda, best)?,
             best: DeviceBuffer::new(&self.cuda, best)?,
             scores: DeviceBuffer::new(&self.cuda, scores)?,
-            units: DeviceBuffer::new(&self.cuda, if indexer.score == Score::Largest { scores } else { 1 })?,
+            units: DeviceBuffer::new(&self.cuda, if of_several { scores } else { 1 })?,
             pitch,
         })
     }
@@ -279,6 +315,7 @@ impl Select for CudaBackend {
         scratch: &mut SelectScratch,
         chosen: &mut Chosen,
     ) {
+        chosen.most = indexer.most(); // layers may have other units
         let weights = queries.weights.map_or(Address::NULL, Tensor::f32);
         let in_block = indexer.keys_of(BLOCK_SIZE);
         let pooled = match indexer.score {
@@ -293,18 +330,21 @@ impl Select for CudaBackend {
                 batch.token_seq(), batch.seq_blocks(), batch.block_table(), rows.start as i32,
                 indexer.num_heads as i32, index.dim as i32, scratch.pitch as i32, in_block as i32,
                 i32::from(indexer.score == Score::Largest));
-            let parts = if rows.len() <= PARTED { PARTS } else { 1 };
-            if parts > 1 {
-                launch!(self.cuda, &self.cuda.compute, kernels::index_best_parts, [rows.len(), chosen.sets, parts];
-                    scratch.scores.address(), scratch.units.address(), batch.positions(),
-                    scratch.best_scores.address(), scratch.best.address(), rows.start as i32, indexer.top_k as i32,
-                    indexer.unit as i32, chosen.most as i32, pooled, scratch.pitch as i32);
+            match indexer.candidates {
+                Some(of) if of.by == ChosenBy::Own => {
+                    let blocks = Best { top_k: of.blocks, unit: of.size, most: of.blocks * of.size, pooled: 3 };
+                    self.best(&blocks, batch, &rows, scratch, (&chosen.blocks, chosen));
+                }
+                Some(of) => {
+                    launch!(self.cuda, &self.cuda.compute, kernels::index_limit,
+                        [seen.div_ceil(LIMIT_THREADS), rows.len(), 1];
+                        scratch.scores.address(), chosen.blocks.address(), batch.positions(), rows.start as i32,
+                        of.blocks as i32, of.size as i32, scratch.pitch as i32);
+                }
+                None => {}
             }
-            launch!(self.cuda, &self.cuda.compute, kernels::index_best, [rows.len(), chosen.sets, 1];
-                scratch.scores.address(), scratch.units.address(), batch.positions(), scratch.best_scores.address(),
-                scratch.best.address(), chosen.lists.address(), chosen.counts.address(), rows.start as i32,
-                indexer.top_k as i32, indexer.unit as i32, chosen.most as i32, pooled,
-                scratch.pitch as i32, parts as i32);
+            let units = Best { top_k: indexer.top_k, unit: indexer.unit, most: chosen.most, pooled };
+            self.best(&units, batch, &rows, scratch, (&chosen.lists, chosen));
         }
     }
 }

@@ -11,11 +11,28 @@ use crate::cuda::kernels::streams::{
     MAX_STREAMS, NGRAM_CHANNELS, NGRAM_TOKENS, PRODUCT_ROWS, PRODUCT_TOKENS, STREAM_NUMBERS, STREAM_THREADS,
 };
 use crate::cuda::kernels::streams_product::PRODUCT_TILE;
-use crate::cuda::{DeviceBuffer, kernels, launch};
+use crate::cuda::{Address, DeviceBuffer, kernels, launch};
 use crate::model::Connections;
 
 /// Tokens up to which a block has a row of a connection's product; beyond, tensor cores have all rows.
 const FEW_TOKENS: usize = 32;
+
+impl CudaBackend {
+    /// Reads the streams by the shares `by`, and makes `post` and `C` of `shares`, where there are numbers for them.
+    fn collapse(
+        &self,
+        x: &Tensor,
+        of: Connections,
+        (shares, numbers): (Address<f32>, usize),
+        (by, by_numbers): (Address<f32>, usize),
+        out: &mut Tensor,
+    ) {
+        let grid = [out.cols.div_ceil(STREAM_NUMBERS), x.rows, 1];
+        launch!(self.cuda, &self.cuda.compute, kernels::collapse_streams, grid;
+            x.f32(), shares, by, out.f32(), out.cols as i32, of.count as i32, numbers as i32, by_numbers as i32,
+            of.iterations as i32, of.eps);
+    }
+}
 
 impl Streams for CudaBackend {
     fn write_rows(&self, to: &mut Tensor, first: usize, numbers: &[f32]) -> Result<()> {
@@ -70,7 +87,6 @@ impl Streams for CudaBackend {
         shares: &mut Tensor,
         out: &mut Tensor,
     ) {
-        assert!(matches!(by, ReadBy::Own), "connections that look ahead are refused");
         let (stream, numbers) = (&self.cuda.compute, shares.cols);
         assert!(of.count <= MAX_STREAMS && numbers <= PRODUCT_ROWS && x.cols == of.count * out.cols);
         let (kernel, grid) = match x.rows <= FEW_TOKENS {
@@ -80,13 +96,17 @@ impl Streams for CudaBackend {
         launch!(self.cuda, stream, kernel, grid;
             x.f32(), w.of_streams.address(), w.base.address(), w.scale.address(), shares.f32(), x.cols as i32,
             numbers as i32, of.count as i32, x.rows as i32, eps);
-        launch!(self.cuda, stream, kernels::collapse_streams, [out.cols.div_ceil(STREAM_NUMBERS), x.rows, 1];
-            x.f32(), shares.f32(), out.f32(), out.cols as i32, of.count as i32, numbers as i32,
-            of.iterations as i32, of.eps);
+        let (by, by_numbers) = match by {
+            ReadBy::Own => (shares.f32(), numbers),
+            ReadBy::Shares(before) => (before.f32(), before.cols),
+            ReadBy::First => (Address::NULL, 0),
+        };
+        self.collapse(x, of, (shares.f32(), numbers), (by, by_numbers), out);
     }
 
-    fn sum_streams(&self, _: &Tensor, _: Connections, _: &Tensor, _: &mut Tensor) {
-        panic!("connections that look ahead are refused");
+    fn sum_streams(&self, x: &Tensor, of: Connections, shares: &Tensor, out: &mut Tensor) {
+        // Nothing is made of the shares again: there is nothing behind those of so few numbers.
+        self.collapse(x, of, (shares.f32(), of.count), (shares.f32(), shares.cols), out);
     }
 
     fn connect_streams(&self, y: &Tensor, shares: &Tensor, x: &mut Tensor) {
@@ -109,8 +129,10 @@ impl Streams for CudaBackend {
             value.cols as i32);
     }
 
-    fn add_ngrams(&self, _: &Tensor, _: &mut Tensor) {
-        panic!("n-grams without a convolution are refused, as connections that look ahead are");
+    fn add_ngrams(&self, u: &Tensor, x: &mut Tensor) {
+        assert_eq!((u.rows, u.cols), (x.rows, x.cols));
+        launch!(self.cuda, &self.cuda.compute, kernels::add_ngrams, [x.cols.div_ceil(STREAM_NUMBERS), x.rows, 1];
+            u.bf16(), x.f32(), x.cols as i32);
     }
 
     fn convolve_ngrams(&self, state: &mut State, batch: &CudaBatch, inputs: &NgramInputs<'_, Self>, x: &mut Tensor) {
