@@ -7,6 +7,9 @@
 //   fetch    waits for the host to bring `up` to the same count, then adds what it wrote (f32): x[t] += y[t]. `sent`,
 //            if not null, is a number of the host's that it brings to `limit`, for kernels that follow
 //
+//   foretell writes a guess of a later layer's `choices` experts there, but for those in VRAM. Nobody waits for it, and
+//            nothing but time depends on it
+//
 // A few tokens need one block, which leaves the other multiprocessors to the graph's other branch. An expert in VRAM
 // (`resident[id]` is an address) is published as ~id, which the CPU skips.
 //
@@ -41,6 +44,15 @@ KERNEL(publish, HANDOFF_THREADS, 0, const bf16* h, const int* ids, const float* 
     __threadfence_system();
     *arrived = 0;
     store_release_system(down, ++*count);
+}
+
+KERNEL(foretell, WARP, 0, const int* ids, const uint64_t* resident, int choices, int experts, uint32_t* host_ids) {
+    begin_kernel();
+    for (int i = threadIdx.x; i < choices; i += WARP) {
+        const int id = ids[i];
+        const bool in_ram = id >= 0 && id < experts && !(resident && resident[id]);
+        host_ids[i] = in_ram ? (uint32_t)id : ~0u;
+    }
 }
 
 KERNEL(fetch, HANDOFF_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y, float* x, int words,

@@ -65,6 +65,11 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
+    /// Name and compute capability: GPUs that share a model are alike in both.
+    pub fn kind(&self) -> (&str, (i32, i32)) {
+        (&self.name, self.capability)
+    }
+
     /// Whether it is kernels/emulator: right, and slow.
     pub fn is_emulated(&self) -> bool {
         self.name == "emulated GPU"
@@ -154,11 +159,10 @@ pub fn devices() -> Vec<DeviceInfo> {
 /// The devices that can share a model with the first one, which is one of them, and why each other one cannot.
 pub(crate) fn alike() -> (Vec<usize>, Vec<String>) {
     let devices = devices();
-    let kind = |info: &DeviceInfo| (info.name.clone(), info.capability);
     let (mut numbers, mut others) = (Vec::new(), Vec::new());
     for (number, info) in devices.iter().enumerate() {
         let why = match () {
-            () if kind(info) != kind(&devices[0]) => "another kind of GPU",
+            () if info.kind() != devices[0].kind() => "another kind of GPU",
             () if !numbers.iter().all(|&other| can_access(number, other)) => "no access to the others' memory",
             () if numbers.len() == MAX_RANKS => "one too many",
             () => {

@@ -41,6 +41,9 @@ use crate::Result;
 use crate::backend::Backend;
 use pool::Choices;
 
+/// Tokens of a batch up to which experts of the next layer are foreseen; more choose most of them.
+pub const FORESEEN_TOKENS: usize = 8;
+
 /// The routed experts of a model, beside the backend that runs the rest.
 pub trait ExpertExecutor<B: Backend>: Send {
     /// Takes one MoE layer (counted among MoE layers) of `x` [tokens, hidden]. A GPU starts its share
@@ -49,6 +52,22 @@ pub trait ExpertExecutor<B: Backend>: Send {
 
     /// Ends it: `out[t] += sum_e weight[t, e] * down_e(silu(gate_e x_t) * up_e x_t)`; `out` [tokens, hidden].
     fn finish(&mut self, out: &mut B::Tensor) -> Result<()>;
+
+    /// Whether it could use a guess of what the layer after the submitted one will be given: its memory idles until then.
+    fn foresees(&self) -> bool {
+        false
+    }
+
+    /// That guess, of at most [`FORESEEN_TOKENS`] tokens. Nothing but time depends on it.
+    fn foresee(&mut self, guess: &B::Routing) {
+        let _ = guess;
+    }
+
+    /// By what share such guesses raise the speed of steps of `tokens` tokens; `None`: that is not known.
+    fn foresight_gain(&self, tokens: usize) -> Option<f32> {
+        let _ = tokens;
+        None
+    }
 
     /// Computes the CPU's part of a recorded pass of `tokens` tokens that was launched again, for all of its layers.
     fn replayed(&mut self, tokens: usize) -> Result<()> {
@@ -81,6 +100,10 @@ pub struct Traffic {
     pub vram: u64,
     /// Choices of the same.
     pub choices: Choices,
+    /// Asked for ahead, because a guess named them: into the CPU's caches.
+    pub ahead: u64,
+    /// Choices of the CPU's experts that a guess named or not.
+    pub foreseen: Choices,
 }
 
 impl Traffic {
@@ -95,10 +118,9 @@ impl Traffic {
             ram: self.ram - before.ram,
             link: self.link - before.link,
             vram: self.vram - before.vram,
-            choices: Choices {
-                hits: self.choices.hits - before.choices.hits,
-                misses: self.choices.misses - before.choices.misses,
-            },
+            choices: self.choices.since(before.choices),
+            ahead: self.ahead - before.ahead,
+            foreseen: self.foreseen.since(before.foreseen),
         }
     }
 }

@@ -60,7 +60,7 @@ pub use buffers::Limits;
 use buffers::{Buffers, Part, Parts};
 use choices::Choices;
 pub use erased::Forward;
-use ffn::ffn;
+use ffn::{NextRouter, ffn};
 use join::{After, Stream, Through};
 use kv_cache::{KvCache, LayerCache};
 use logits::Head;
@@ -108,7 +108,7 @@ impl<B: Backend> Model<B> {
                 ropes.angles(backend, part);
             }
             let (mut moe_layers, mut ngram_layers) = (0.., 0..);
-            for (i, (layer, weights)) in config.layers.iter().zip(&weights.layers).enumerate() {
+            for (i, (layer, of_layer)) in config.layers.iter().zip(&weights.layers).enumerate() {
                 let moe = matches!(layer.ffn, Ffn::Moe(_)).then(|| moe_layers.next()).flatten();
                 let ngrams = layer.ngrams.as_ref().and_then(|_| ngram_layers.next());
                 let (cache, lent) = kv.layer(i, config.lender(i));
@@ -117,7 +117,8 @@ impl<B: Backend> Model<B> {
                     norm: config.norm,
                     norm_eps: config.norm_eps,
                     config: layer,
-                    weights,
+                    weights: of_layer,
+                    next: config.layers.get(i + 1).zip(weights.layers.get(i + 1)),
                     rope: ropes.of_layer(i),
                     cache,
                     lent,
@@ -153,6 +154,7 @@ struct Layer<'a, B: Backend> {
     norm_eps: f32,
     config: &'a LayerConfig,
     weights: &'a LayerWeights<B>,
+    next: Option<(&'a LayerConfig, &'a LayerWeights<B>)>,
     rope: Option<usize>, // its angles
     cache: &'a mut LayerCache<B>,
     lent: Option<&'a LayerCache<B>>, // of the layer that it borrows from
@@ -220,11 +222,16 @@ impl<B: Backend> Layer<'_, B> {
         }
         attention(&step, of_layer, of_attention, h, &mut stream)?;
 
+        let of_experts = choices.zip(experts.as_ref()).map(|(choices, (_, number))| (choices, *number));
         let of_layer = ffn::Layer {
             config: &config.ffn,
             batch,
             weights: &weights.ffn,
-            chosen: choices.zip(experts.as_ref()).map(|(choices, (_, number))| choices.of(*number, part.rows.start)),
+            chosen: of_experts.map(|(choices, number)| choices.of(number, part.rows.start)),
+            next: self.next.and_then(|(config, weights)| {
+                let guesses = of_experts.map(|(choices, number)| choices.guesses_of(number + 1, part.rows.start));
+                NextRouter::of(config, weights, (*norm, eps), guesses)
+            }),
             experts: experts.as_mut().map(|(experts, number)| (&mut **experts, *number)),
         };
         let mut stream = Stream::plain(x);

@@ -240,8 +240,12 @@ impl Measure for Broken {
         self.0.rates()
     }
 
-    fn choose(&mut self, ids: &[i32], tokens: usize) -> Result<()> {
-        self.0.choose(ids, tokens)
+    fn foresight_gain(&self, tokens: usize) -> Option<f32> {
+        self.0.foresight_gain(tokens)
+    }
+
+    fn choose(&mut self, ids: &[i32], guesses: &[i32], tokens: usize) -> Result<()> {
+        self.0.choose(ids, guesses, tokens)
     }
 
     fn profile(&mut self, batch: &Batch) -> moebius::Result<Vec<moebius::backend::OpTime>> {

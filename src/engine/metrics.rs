@@ -64,6 +64,12 @@ metrics! {
     expert_link_bytes_total counter,
     /// Bytes of experts that decode read from VRAM, where others are in RAM.
     expert_vram_bytes_total counter,
+    /// Bytes of experts that were brought into the CPU's caches while the GPU computed.
+    expert_ahead_bytes_total counter,
+    /// Experts that the CPU read in decode, named by a guess of the layer before.
+    expert_foreseen_total counter,
+    /// Experts that the CPU read in decode, and no guess had named.
+    expert_unforeseen_total counter,
 }
 
 impl Metrics {

@@ -272,7 +272,7 @@ impl Engine {
     }
 
     /// Counts what a step read of experts.
-    fn count_experts(&self, Traffic { ram, link, vram, choices }: Traffic) {
+    fn count_experts(&self, Traffic { ram, link, vram, choices, ahead, foreseen }: Traffic) {
         let metrics = &self.metrics;
         for (counter, n) in [
             (&metrics.expert_hits_total, choices.hits),
@@ -280,6 +280,9 @@ impl Engine {
             (&metrics.expert_ram_bytes_total, ram),
             (&metrics.expert_link_bytes_total, link),
             (&metrics.expert_vram_bytes_total, vram),
+            (&metrics.expert_ahead_bytes_total, ahead),
+            (&metrics.expert_foreseen_total, foreseen.hits),
+            (&metrics.expert_unforeseen_total, foreseen.misses),
         ] {
             Metrics::add(counter, n as usize);
         }

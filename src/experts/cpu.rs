@@ -12,6 +12,7 @@
 //! tuning      what the speed depends on, and the bits do not
 //! pieces      what a worker claims: an expert's tiles, as many as go through the kernel together
 //! dispatch    `finish`, as all workers see it
+//! foresight   experts that will probably be needed next
 //! ```
 //!
 //! Work is claimed in small runs of tiles, so that cores of unequal speed finish together; with several NUMA nodes each
@@ -20,6 +21,7 @@
 #![allow(unsafe_code)]
 
 mod dispatch;
+mod foresight;
 mod pieces;
 mod tuning;
 
@@ -40,6 +42,7 @@ use crate::machine::heap::Heap;
 use crate::machine::workers::{Claims, Shared, Team};
 use crate::{Error, Result};
 use dispatch::Dispatch;
+use foresight::Foresight;
 use pieces::{Active, LayerWork, READ_COST};
 pub use tuning::Tuning;
 
@@ -60,6 +63,8 @@ pub struct CpuExperts {
     layer: usize,  // that was submitted
     tokens: usize, // of it
     buffers: Buffers,
+    foresight: Foresight,
+    was_foreseen: bool, // the submitted layer, and asked for
     tuning: Tuning,
 }
 
@@ -67,6 +72,7 @@ pub struct CpuExperts {
 pub struct Buffers {
     checked: Vec<bool>,     // [layers, experts]: the checksum held
     active: Vec<Active>,    // of the submitted layer
+    in_gate: Vec<Active>,   // the same in the order of `gate`, where some were foreseen
     counts: Vec<usize>,     // [experts]
     pair_tokens: Vec<u32>,  // [pairs], sorted by expert
     pair_weights: Vec<f32>, // [pairs]
@@ -94,7 +100,10 @@ impl Buffers {
         };
         let mut active = heap.zeros(&[experts])?;
         active.clear();
+        let mut in_gate = heap.zeros(&[experts])?;
+        in_gate.clear();
         Ok(Self {
+            in_gate,
             checked: heap.zeros(&[layers, experts])?,
             active,
             counts: heap.zeros(&[experts])?,
@@ -127,6 +136,8 @@ impl CpuExperts {
             layer: 0,
             tokens: 0,
             buffers,
+            foresight: Foresight::new(heap, shape.experts)?,
+            was_foreseen: false,
             tuning: Tuning::default(),
             claims: (0..memory.nodes()).map(|_| Default::default()).collect(),
             memory,
@@ -290,7 +301,8 @@ impl ExpertExecutor<Cpu> for CpuExperts {
     }
 
     fn traffic(&self) -> Traffic {
-        Traffic { ram: self.bytes_read, ..Traffic::default() }
+        let Foresight { asked_bytes: ahead, chosen: foreseen, .. } = self.foresight;
+        Traffic { ram: self.bytes_read, ahead, foreseen, ..Traffic::default() }
     }
 }
 
@@ -306,6 +318,8 @@ impl CpuExperts {
         self.team.fit(self.tokens);
         self.layer = layer;
         self.sort(routing);
+        let Buffers { active, in_gate, .. } = &mut self.buffers;
+        self.was_foreseen = self.foresight.compare(layer, active, in_gate);
         if let Err(error) = self.check() {
             self.buffers.active.clear();
             return Err(error);
@@ -329,6 +343,8 @@ impl CpuExperts {
             memory: &self.memory,
             layer: self.layer,
             active: &self.buffers.active,
+            in_gate: if self.was_foreseen { &self.buffers.in_gate } else { &self.buffers.active },
+            has_own_runs: self.was_foreseen,
             claims: &self.claims,
             tuning: self.tuning,
         };

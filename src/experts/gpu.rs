@@ -51,7 +51,7 @@ use super::cost::CostModel;
 use super::pool::{LayerChoices, Pool};
 use super::popularity::Popularity;
 use super::residency::Residency;
-use super::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory, ExpertShape, Traffic};
+use super::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory, ExpertShape, FORESEEN_TOKENS, Traffic};
 use crate::Result;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor};
 use crate::cuda::{Address, Cuda, Registered};
@@ -427,12 +427,25 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         Ok(())
     }
 
+    fn foresees(&self) -> bool {
+        let layers = self.pool.residency().layers();
+        let waits = |s: &Submitted| s.cpu && s.choices.tokens <= FORESEEN_TOKENS && s.choices.layer + 1 < layers;
+        self.cuda.is_rehearsing() && self.submitted.as_ref().is_some_and(waits)
+    }
+
+    fn foresee(&mut self, guess: &CudaRouting) {
+        let submitted = self.submitted.as_ref().expect("`foresees` said so");
+        let layer = submitted.choices.layer + 1;
+        self.handoff.foretell(&self.cuda, (layer, self.experts()), guess, self.residents.table(layer));
+    }
+
     fn replayed(&mut self, tokens: usize) -> Result<()> {
         if self.sizes.resident == self.experts() || self.sizes.share.rank > 0 {
             return Ok(());
         }
         let mut failed = Ok(());
         let layers = self.pool.residency().layers();
+        let begun = self.cpu.begin_step(tokens);
         for layer in 0..layers {
             if layer + 1 == layers && self.admissions.is_some() {
                 // While the device is busy. What is sent from now on is copied in the next step.
@@ -449,6 +462,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
                 self.handoff.give_back(ids);
             }
         }
+        self.cpu.end_step(tokens, begun);
         self.pool.turn();
         failed
     }
@@ -487,6 +501,10 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             Some(learning) => learning.pass(&self.cuda, self.sizes.top_k),
             None => Ok(()),
         }
+    }
+
+    fn foresight_gain(&self, tokens: usize) -> Option<f32> {
+        self.cpu.foresight_gain(tokens)
     }
 
     fn traffic(&self) -> Traffic {

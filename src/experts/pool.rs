@@ -89,6 +89,11 @@ impl Choices {
         let all = self.hits + self.misses;
         (all > 0).then(|| self.hits as f64 / all as f64)
     }
+
+    /// Those since `before`.
+    pub fn since(self, before: Self) -> Self {
+        Self { hits: self.hits - before.hits, misses: self.misses - before.misses }
+    }
 }
 
 /// The share of choices that a pool with room for a share of the experts holds, as published for LRU caches with real

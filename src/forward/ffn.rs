@@ -2,10 +2,11 @@
 
 use super::join::{After, Partial, Stream, Term, Through, join};
 use super::loader::{Cut, Loader};
+use super::weights::{Entries, LayerWeights};
 use crate::Result;
 use crate::backend::{Backend, RouterTensors};
-use crate::experts::ExpertExecutor;
-use crate::model::{Activation, Ffn, LayerConfig, Mlp, ModelConfig, Moe, Residual};
+use crate::experts::{ExpertExecutor, FORESEEN_TOKENS};
+use crate::model::{Activation, Ffn, LayerConfig, Mlp, ModelConfig, Moe, Norm, Residual, Router};
 
 /// A feed-forward part without its routed experts.
 pub enum FfnWeights<B: Backend> {
@@ -182,6 +183,7 @@ impl<B: Backend> MlpWeights<B> {
 pub(super) struct FfnBuffers<B: Backend> {
     mlp: Vec<MlpBuffers<B>>, // one for each width
     pub(super) routing: Option<B::Routing>,
+    guess: Option<B::Routing>,        // of the next layer's
     experts_input: Option<B::Tensor>, // [T, hidden or latent], where it is not the shared expert's
     sum: Option<B::Tensor>,           // [T, hidden or latent], f32: of the branches' results, or of routed experts'
     latent: Option<B::Tensor>,        // [T, latent]: the sum as a product takes it
@@ -208,6 +210,7 @@ impl<B: Backend> FfnBuffers<B> {
         Ok(Self {
             mlp: widths.into_iter().map(|width| MlpBuffers::new(backend, width, max_tokens)).collect::<Result<_>>()?,
             routing: model.moe().map(|moe| backend.routing(max_tokens, moe.router.top_k)).transpose()?,
+            guess: model.moe().map(|moe| backend.routing(FORESEEN_TOKENS, moe.router.top_k)).transpose()?,
             experts_input: match branches || weighed || latent.is_some() {
                 true => Some(backend.tensor(max_tokens, width)?),
                 false => None,
@@ -250,18 +253,47 @@ pub(super) struct Layer<'a, B: Backend> {
     pub(super) weights: &'a FfnWeights<B>,
     pub(super) experts: Option<(&'a mut (dyn ExpertExecutor<B> + 'static), usize)>, // and its number among MoE layers
     pub(super) chosen: Option<(&'a B::Choices, usize)>, // that replace the router's, from this number on
+    pub(super) next: Option<NextRouter<'a, B>>,
+}
+
+/// What the layer after this one routes by, if that reads one stream through a norm: applied a layer early, it guesses
+/// the next layer's experts, because a layer changes the stream little.
+pub(super) struct NextRouter<'a, B: Backend> {
+    norm: (&'a B::Norm, f32),
+    weights: &'a B::Router,
+    config: &'a Router,
+    chosen: Option<(&'a B::Choices, usize)>, // as above
+}
+
+impl<'a, B: Backend> NextRouter<'a, B> {
+    pub(super) fn of(
+        config: &'a LayerConfig,
+        weights: &'a LayerWeights<B>,
+        (kind, eps): (Norm, f32),
+        chosen: Option<(&'a B::Choices, usize)>,
+    ) -> Option<Self> {
+        match (&config.ffn, &weights.entries, &weights.ffn) {
+            (Ffn::Moe(moe), Entries::Norms(norms), FfnWeights::Moe { router, norms: None, .. })
+                if kind == Norm::Rms && !moe.router.by_token =>
+            {
+                let norm = (norms.ffn.as_ref()?, eps);
+                Some(Self { norm, weights: router, config: &moe.router, chosen })
+            }
+            _ => None,
+        }
+    }
 }
 
 /// The feed-forward part of what `stream` reads, and its result into `stream`. `h` is the part's input, or a buffer for
 /// it, `[T, hidden]`.
 pub(super) fn ffn<B: Backend>(
     backend: &B,
-    Layer { config, batch, weights, experts, chosen }: Layer<'_, B>,
+    Layer { config, batch, weights, experts, chosen, next }: Layer<'_, B>,
     buffers: &mut FfnBuffers<B>,
     h: &mut B::Tensor,
     stream: &mut Stream<'_, B>,
 ) -> Result<()> {
-    let FfnBuffers { mlp: all, routing, experts_input, sum, latent: of_latent } = buffers;
+    let FfnBuffers { mlp: all, routing, guess, experts_input, sum, latent: of_latent } = buffers;
     let width = config.mlp_width();
     match (config, weights, experts, routing) {
         (Ffn::Dense(_), FfnWeights::Dense(w), ..) => {
@@ -311,6 +343,11 @@ pub(super) fn ffn<B: Backend>(
                 stream.term = Term::First;
                 mlp(backend, w, FfnBuffers::mlp(all, width), h, stream)?;
                 stream.term = Term::Last;
+            }
+            if let (Some(next), Some(guess), true) = (next, guess, experts.foresees()) {
+                backend.norm_route(stream.x, next.norm, h, next.weights, next.config, guess);
+                choose(backend, next.chosen, guess);
+                experts.foresee(guess);
             }
             match (latent, sum, of_latent) {
                 // Ranks sum behind the projection, which every one of them has.

@@ -227,14 +227,18 @@ impl<B: Backend> Measure for Ranks<B> {
         self.first.resident_experts()
     }
 
+    fn foresight_gain(&self, tokens: usize) -> Option<f32> {
+        self.first.foresight_gain(tokens)
+    }
+
     fn rates(&self) -> Result<Option<Rates>> {
         self.first.rates()
     }
 
-    fn choose(&mut self, ids: &[i32], tokens: usize) -> Result<()> {
-        let copy: Arc<[i32]> = ids.into();
-        self.ask(move |model| model.choose(&copy, tokens))?;
-        self.first.choose(ids, tokens)
+    fn choose(&mut self, ids: &[i32], guesses: &[i32], tokens: usize) -> Result<()> {
+        let (of_others, foreseen): (Arc<[i32]>, Arc<[i32]>) = (ids.into(), guesses.into());
+        self.ask(move |model| model.choose(&of_others, &foreseen, tokens))?;
+        self.first.choose(ids, guesses, tokens)
     }
 
     fn profile(&mut self, batch: &Batch) -> Result<Vec<OpTime>> {

@@ -63,8 +63,7 @@ impl Budget {
     }
 }
 
-/// What goes where on a GPU. Errors: as [`GpuPlan::new`]; they say so where the CPU alone
-/// would do.
+/// What goes where on a GPU. Errors: as [`GpuPlan::new`]; they say so where the CPU alone would do.
 #[cfg(feature = "cuda")]
 pub(super) fn gpu_plan(spec: &Spec<'_>, device: &crate::cuda::DeviceInfo, machine: &Machine) -> Result<GpuPlan> {
     GpuPlan::new(spec, device, machine).map_err(|error| {

@@ -58,8 +58,8 @@ use times::Times;
 /// The rank of a worker that rests.
 const RESTING: u32 = u32::MAX;
 
-/// Workers whose arrival the first of them gathers.
-const GROUP: usize = 8;
+/// Workers whose arrival the first of them gathers, and who claim together.
+pub const GROUP: usize = 8;
 
 type Work = dyn Fn(&Worker<'_>) + Sync;
 

@@ -224,7 +224,10 @@ impl<'a> Bench<'a> {
     fn choose(&mut self, chosen: &[i32], tokens: usize) -> Result<()> {
         match chosen {
             [] => Ok(()),
-            chosen => self.loaded.model.choose(chosen, tokens),
+            chosen => {
+                let guesses = self.choices.as_ref().map(|choices| choices.foreseen(chosen, &mut self.random));
+                self.loaded.model.choose(chosen, &guesses.unwrap_or_default(), tokens)
+            }
         }
     }
 
@@ -342,8 +345,9 @@ impl<'a> Bench<'a> {
         }
         let work = self.work(moved, tokens, sequences, 0.0);
         let mut row = self.row("decode", tokens, sequences, tokens * sequences, median(&mut seconds), work);
-        let Traffic { ram, link, vram, choices } = moved;
-        row.vram_hits = choices.hit_rate();
+        let Traffic { ram, link, vram, choices, foreseen, .. } = moved;
+        (row.vram_hits, row.foreseen) = (choices.hit_rate(), foreseen.hit_rate());
+        row.foresight_gain = self.loaded.model.foresight_gain(sequences);
         row.expert_bytes = [ram, link, vram].map(|bytes| bytes / tokens as u64);
         if self.ops {
             row.ops = self.profile(&batch)?;
@@ -406,6 +410,8 @@ impl<'a> Bench<'a> {
             share_of_limit: least / seconds,
             ram_gb_per_s: work.ram / 1e9 / seconds,
             vram_hits: None,
+            foreseen: None,
+            foresight_gain: None,
             expert_bytes: [0; 3],
             ops: Vec::new(),
         }

@@ -17,12 +17,12 @@ pub(super) const READ_COST: usize = 8;
 pub(super) struct Active {
     pub(super) expert: usize,
     pub(super) pairs: (usize, usize), // its pairs, from and to
-    pub(super) cost: usize,           // of one tile of each expert before this one
+    pub(super) cost: usize,           // of one tile of each expert before this one in its order
 }
 
 impl Active {
     /// What one of its tiles costs.
-    fn tile_cost(&self) -> usize {
+    pub(super) fn tile_cost(&self) -> usize {
         READ_COST + self.pairs.1 - self.pairs.0
     }
 }
@@ -31,7 +31,9 @@ impl Active {
 pub(super) struct LayerWork<'a> {
     pub(super) memory: &'a ExpertMemory,
     pub(super) layer: usize,
-    pub(super) active: &'a [Active],
+    pub(super) active: &'a [Active],      // in order of id, as `down` adds them up
+    pub(super) in_gate: &'a [Active],     // the same in the order of `gate`
+    pub(super) has_own_runs: bool,        // each worker's first run is known before
     pub(super) claims: &'a [[Claims; 2]], // [nodes], of each phase
     pub(super) tuning: Tuning,
 }
@@ -62,6 +64,16 @@ impl<'s> Pieces<'s> {
         Self { work, phase, own, turn: 0, claimant: None, run: 0..0, expert: work.active.len(), left: 0..0 }
     }
 
+    fn active(&self) -> &'s [Active] {
+        if self.phase == 0 { self.work.in_gate } else { self.work.active }
+    }
+
+    /// The pieces of the worker's own run, where that is known: they need no claim.
+    pub(super) fn of_own_run(mut self, worker: &Worker<'_>) -> impl Iterator<Item = Piece<'s>> {
+        self.claim(worker);
+        std::iter::from_fn(move || self.next_of_run())
+    }
+
     /// The node whose slice the run is of, and the tiles of that.
     fn slice(&self) -> (usize, Range<usize>) {
         let memory = self.work.memory;
@@ -85,7 +97,8 @@ impl<'s> Pieces<'s> {
 
     /// The next piece of the run that was claimed last.
     fn next_of_run(&mut self) -> Option<Piece<'s>> {
-        let LayerWork { memory, layer, active, tuning, .. } = self.work;
+        let LayerWork { memory, layer, tuning, .. } = self.work;
+        let active = self.active();
         while self.left.is_empty() {
             self.left = self.tiles_of(active.get(self.expert)?);
             self.expert += 1;
@@ -107,22 +120,32 @@ impl<'s> Pieces<'s> {
             if let Some(piece) = self.next_of_run() {
                 return Some(piece);
             }
-            let LayerWork { memory, claims, active, tuning, .. } = self.work;
-            if self.turn == memory.nodes() {
+            if self.turn == self.work.memory.nodes() {
                 return None;
             }
-            let (node, slice) = self.slice();
-            let workers = if memory.nodes() == 1 { worker.count } else { worker.count_on(node).max(1) };
-            let last = active[active.len() - 1];
-            let (cut, total) = match self.phase {
-                0 => (tuning.gate_cut, (last.cost + last.tile_cost()) * slice.len()),
-                _ => (tuning.down_cut, slice.len()),
-            };
-            let claimant = self.claimant.get_or_insert(Claimant::new(worker.index));
-            match claims[node][self.phase].next(claimant, cut, workers, total) {
-                Some(run) => (self.run, self.expert) = (run, 0),
-                None => (self.turn, self.claimant) = (self.turn + 1, None),
-            }
+            self.claim(worker);
+        }
+    }
+
+    /// Claims a run of the present node's slice, or goes on to the next one.
+    fn claim(&mut self, worker: &Worker<'_>) {
+        let LayerWork { memory, claims, tuning, has_own_runs, .. } = self.work;
+        let (node, slice) = self.slice();
+        let there = if memory.nodes() == 1 { worker.count } else { worker.count_on(node) };
+        let active = self.active();
+        let last = active[active.len() - 1];
+        let (cut, total) = match self.phase {
+            0 => (tuning.gate_cut, (last.cost + last.tile_cost()) * slice.len()),
+            _ => (tuning.down_cut, slice.len()),
+        };
+        let claimant = self.claimant.get_or_insert_with(|| match (*has_own_runs && there > 0, self.turn) {
+            (false, _) => Claimant::new(worker.index),
+            (true, 0) => Claimant::with_own_run(worker.index),
+            (true, _) => Claimant::without_own_run(worker.index),
+        });
+        match claims[node][self.phase].next(claimant, cut, there.max(1), total) {
+            Some(run) => (self.run, self.expert) = (run, 0),
+            None => (self.turn, self.claimant) = (self.turn + 1, None),
         }
     }
 }

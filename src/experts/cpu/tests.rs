@@ -118,6 +118,17 @@ fn executor(store: Arc<ExpertCache>, threads: usize, simd: Simd) -> CpuExperts {
     CpuExperts::new(&Heap::default(), memory, Arc::new(team), kernel, 150 * TOP_K).unwrap()
 }
 
+/// With so many workers on each of some nodes, and a slice of the experts beside each.
+fn on_nodes(store: &Arc<ExpertCache>, workers: &[usize]) -> CpuExperts {
+    let cpus = Topology::read().worker_cpus(workers.iter().sum());
+    let nodes = workers.iter().enumerate().flat_map(|(node, &count)| std::iter::repeat_n(node, count));
+    let seats = cpus.into_iter().zip(nodes).enumerate();
+    let seats: Vec<Seat> = seats.map(|(turn, (cpu, node))| Seat { cpu, node, turn }).collect();
+    let team = Arc::new(Team::on_nodes(&seats).unwrap());
+    let memory = ExpertMemory::copied(store.clone(), &team, &[], &|_, _| ()).unwrap();
+    CpuExperts::new(&Heap::default(), Arc::new(memory), team, kernel::best(), 150 * TOP_K).unwrap()
+}
+
 fn run(executor: &mut CpuExperts, layer: usize, x: &[f32], routing: &Routing) -> Vec<u32> {
     let mut out: Vec<f32> = x.iter().map(|v| v * 0.25).collect();
     executor.submit_rows(layer, x, routing).unwrap();
@@ -206,14 +217,7 @@ fn bits_do_not_depend_on_nodes() {
             let expected = run(&mut executor(store.clone(), 1, kernel::best().simd()), 1, &x, &routing);
             // As many slices as tiles and more among them: some nodes hold nothing.
             for workers in [&[1, 1][..], &[1, 3], &[2, 1, 1], &[1; 8]] {
-                let cpus = Topology::read().worker_cpus(workers.iter().sum());
-                let nodes = workers.iter().enumerate().flat_map(|(node, &count)| std::iter::repeat_n(node, count));
-                let seats = cpus.into_iter().zip(nodes).enumerate();
-                let seats: Vec<Seat> = seats.map(|(turn, (cpu, node))| Seat { cpu, node, turn }).collect();
-                let team = Arc::new(Team::on_nodes(&seats).unwrap());
-                let memory = ExpertMemory::copied(store.clone(), &team, &[], &|_, _| ()).unwrap();
-                let (heap, memory) = (Heap::default(), Arc::new(memory));
-                let mut executor = CpuExperts::new(&heap, memory, team, kernel::best(), 150 * TOP_K).unwrap();
+                let mut executor = on_nodes(&store, workers);
                 for _ in 0..3 {
                     assert_eq!(
                         run(&mut executor, 1, &x, &routing),
@@ -257,6 +261,51 @@ fn nothing_routed_adds_nothing() {
     assert_eq!(run(&mut executor, 0, &x, &none), vec![0.25f32.to_bits(); 256]);
     assert_eq!(run(&mut executor, 0, &[], &Routing { top_k: 1, ..Routing::default() }), Vec::<u32>::new());
     assert_eq!(executor.traffic().total(), 0);
+}
+
+#[test]
+fn what_is_foreseen_changes_no_bit() {
+    let store = store(256, 128, Precision::int4(64));
+    let (layer, (x, routing)) = (1, inputs(9, 256));
+    for workers in [&[1][..], &[3], &[17], &[2, 3], &[1, 1, 1]] {
+        let mut executor = on_nodes(&store, workers);
+        let want = run(&mut executor, layer, &x, &routing);
+        // Right and wrong ones, some twice; in time, or too late.
+        for (guess, is_over) in [
+            (vec![2, 2, 4], false),
+            (vec![6, 5, 4, 3, 2, 1, 0], false),
+            (vec![2, 4], true),
+            (vec![-1, EXPERTS as i32], false),
+        ] {
+            let (asks, before) = (guess[0] >= 0 && !is_over, executor.traffic());
+            executor.foresee(layer, guess.into_iter(), &|| is_over);
+            assert_eq!(run(&mut executor, layer, &x, &routing), want, "{workers:?} workers");
+            assert_eq!(executor.traffic().since(before).ahead > 0, asks);
+        }
+        let chosen = executor.traffic().foreseen;
+        let (hits, all) = (2 + EXPERTS as u64 + 2, 3 * EXPERTS as u64);
+        assert_eq!((chosen.hits, chosen.misses), (hits, all - hits));
+        // What was foreseen of one layer says nothing of another.
+        executor.foresee(0, [0].into_iter(), &|| false);
+        assert_eq!(run(&mut executor, layer, &x, &routing), want);
+        assert_eq!(executor.traffic().foreseen, chosen);
+        // One token, and guesses of any kind.
+        let mut random = Random(5);
+        for _ in 0..200 {
+            let first = random.next();
+            let ids: Vec<i32> = (0..1 + first % 4).map(|i| ((first + 2 * i) % EXPERTS as u64) as i32).collect();
+            let guess: Vec<i32> = (0..random.next() % 9).map(|_| random.next() as i32 % EXPERTS as i32).collect();
+            let one = Routing { top_k: ids.len(), weights: vec![0.5; ids.len()], ids };
+            let want = run(&mut executor, layer, &x[..256], &one);
+            executor.foresee(layer, guess.into_iter(), &|| false);
+            assert_eq!(run(&mut executor, layer, &x[..256], &one), want, "{workers:?} workers");
+        }
+        // Steps of many tokens do without.
+        let before = executor.traffic();
+        executor.begin_step(150);
+        executor.foresee(layer, [1].into_iter(), &|| false);
+        assert_eq!(executor.traffic().since(before).ahead, 0);
+    }
 }
 
 /// Biases that depend on name and place, as gpt-oss names them.

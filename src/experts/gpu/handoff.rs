@@ -12,18 +12,20 @@ use super::admissions::Limit;
 use super::products::LayerInput;
 use crate::Result;
 use crate::backend::Routing;
-use crate::backend::cuda::Tensor;
+use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::{Address, Cuda, PinnedBuffer, kernels, launch};
 use crate::experts::mailbox::{LINE, Mailbox, Room, blocks};
-use crate::experts::{CpuExperts, ExpertShape};
+use crate::experts::{CpuExperts, ExpertShape, FORESEEN_TOKENS};
 use crate::machine::heap::Heap;
 
 /// One mailbox for all layers, a counter each.
 pub(super) struct Handoff {
-    mailbox: Mailbox,        // x is bf16, y f32
-    down: PinnedBuffer<u32>, // [layers, 16]: what the device has published, a line each
-    passes: Vec<u32>,        // [layers]: what `down` was last
-    x: Vec<f32>,             // [cpu_tokens, hidden]
+    mailbox: Mailbox,           // x is bf16, y f32
+    down: PinnedBuffer<u32>,    // [layers, 16]: what the device has published, a line each
+    passes: Vec<u32>,           // [layers]: what `down` was last
+    guesses: PinnedBuffer<u32>, // [layers, FORESEEN_TOKENS, top_k]: experts; beyond the layer's: none
+    top_k: usize,
+    x: Vec<f32>, // [cpu_tokens, hidden]
     routing: Routing,
     hidden: usize,
 }
@@ -39,7 +41,11 @@ impl Handoff {
         let (layers, hidden) = (shape.layers(), shape.hidden());
         let numbers = sizes.cpu_tokens * hidden;
         let room = Room { x: 2 * numbers, y: 4 * numbers, choices: sizes.cpu_tokens * sizes.top_k, counters: layers };
+        let mut guesses = PinnedBuffer::new(cuda, layers * FORESEEN_TOKENS * sizes.top_k)?;
+        guesses.fill(u32::MAX);
         Ok(Self {
+            guesses,
+            top_k: sizes.top_k,
             mailbox: Mailbox::new(cuda, &room)?,
             down: PinnedBuffer::new(cuda, layers * LINE)?,
             passes: vec![0; layers],
@@ -66,6 +72,28 @@ impl Handoff {
             x.bf16(), routing.ids(), routing.weights(), table, (numbers / 8) as i32, choices as i32, experts as i32,
             h.address(), ids.address(), weights.address(), used, arrived.address(), count.address().add(layer),
             down.address().add(layer * LINE));
+    }
+
+    /// Enqueues what brings a guess of the `layer`'s experts to the host, but for those that are in `table`.
+    pub(super) fn foretell(
+        &self,
+        cuda: &Cuda,
+        (layer, experts): (usize, usize),
+        guess: &CudaRouting,
+        table: Address<u64>,
+    ) {
+        assert!(guess.tokens() <= FORESEEN_TOKENS && guess.top_k() == self.top_k);
+        launch!(cuda, &cuda.compute, kernels::foretell, [1, 1, 1];
+            guess.ids(), table, (guess.tokens() * self.top_k) as i32, experts as i32,
+            self.guesses.address().add(layer * FORESEEN_TOKENS * self.top_k));
+    }
+
+    /// The guess of a layer's experts for `tokens` tokens, best first.
+    fn guess(&self, layer: usize, tokens: usize) -> impl Iterator<Item = i32> {
+        let (first, top_k) = (layer * FORESEEN_TOKENS * self.top_k, self.top_k);
+        let tokens = if tokens <= FORESEEN_TOKENS { tokens } else { 0 };
+        let places = (0..top_k).flat_map(move |rank| (0..tokens).map(move |token| first + token * top_k + rank));
+        places.map(|place| self.guesses.atomic(place).load(Ordering::Relaxed) as i32)
     }
 
     /// Enqueues the kernel that waits for the host's sum and adds it; `numbers` elements.
@@ -96,6 +124,8 @@ impl Handoff {
     ) -> Result<()> {
         let expected = self.passes[layer].wrapping_add(1);
         self.passes[layer] = expected;
+        let down = self.down.atomic(layer * LINE);
+        cpu.foresee(layer, self.guess(layer, tokens), &|| down.load(Ordering::Acquire) == expected);
         let done = self.wait(cuda, layer, expected).and_then(|()| self.compute(cpu, layer, tokens, top_k));
         // Whatever happened: the device waits for it.
         self.mailbox.answer(layer, expected);

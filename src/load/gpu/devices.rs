@@ -44,10 +44,6 @@ impl Gpus {
     }
 }
 
-fn kind(info: &DeviceInfo) -> (&str, (i32, i32)) {
-    (&info.name, info.capability)
-}
-
 fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Vec<Arc<Cuda>>> {
     let refuse = |why: String| Err(Error::Invalid(format!("--device {}: {why}", spec.config.device)));
     let mut distinct = numbers.to_vec();
@@ -61,7 +57,7 @@ fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Vec<Arc<Cuda>>> {
     }
     let devices = numbers.iter().map(|number| Cuda::open(*number)).collect::<Result<Vec<_>>>()?;
     let first = &devices[0].info;
-    if let Some((number, other)) = numbers.iter().zip(&devices).find(|(_, cuda)| kind(&cuda.info) != kind(first)) {
+    if let Some((number, other)) = numbers.iter().zip(&devices).find(|(_, cuda)| cuda.info.kind() != first.kind()) {
         let (first, other) = (&first.name, &other.info.name);
         return refuse(format!("cuda:{number} is a {other} and the first is a {first}, name GPUs of one kind"));
     }

@@ -44,12 +44,34 @@ pub struct Claims([Line<AtomicUsize>; GROUPS]);
 pub struct Claimant {
     own: usize,   // its number
     taken: usize, // groups whose part is taken, its own first
+    first: First,
+}
+
+/// Whose the runs of the first level are. All claimants of one work say the same, and all are there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum First {
+    /// Of whoever comes.
+    Anybodys,
+    /// A worker has one of its own, which it has not taken yet.
+    Own,
+    /// It has no more.
+    Others,
 }
 
 impl Claimant {
     /// The worker of a number.
     pub fn new(own: usize) -> Self {
-        Self { own, taken: 0 }
+        Self { own, taken: 0, first: First::Anybodys }
+    }
+
+    /// The same, whose first run is known: each of the workers that share the work has one.
+    pub fn with_own_run(own: usize) -> Self {
+        Self { first: First::Own, ..Self::new(own) }
+    }
+
+    /// A helper of those.
+    pub fn without_own_run(own: usize) -> Self {
+        Self { first: First::Others, ..Self::new(own) }
     }
 }
 
@@ -67,13 +89,19 @@ impl Claims {
             let group = (own + claimant.taken) % groups;
             let (from, to) = (workers * group / groups, workers * (group + 1) / groups);
             let (first, last) = (total * from / workers, total * to / workers);
-            let (counter, runs) = (&self.0[group].0, (to - from) * cut.levels as usize);
+            let start = |run| first + cut.start(run, to - from, last - first);
+            if claimant.first == First::Own {
+                claimant.first = First::Others;
+                let run = claimant.own % workers - from;
+                return Some(start(run)..start(run + 1));
+            }
+            let own_runs = if claimant.first == First::Anybodys { 0 } else { to - from };
+            let (counter, runs) = (&self.0[group].0, (to - from) * cut.levels as usize - own_runs);
             // Looked at first: a counter that is only read stays in every core's cache.
             if counter.load(Relaxed) < runs {
                 let run = counter.fetch_add(1, Relaxed);
                 if run < runs {
-                    let start = |run| first + cut.start(run, to - from, last - first);
-                    return Some(start(run)..start(run + 1));
+                    return Some(start(run + own_runs)..start(run + own_runs + 1));
                 }
             }
             claimant.taken += 1;
@@ -99,6 +127,27 @@ mod tests {
                 longest(&runs[runs.len() - workers..]) <= longest(&runs[..workers]).div_ceil(8).max(1),
                 "{workers}, {total}"
             );
+        }
+    }
+
+    #[test]
+    fn own_runs_are_the_first_ones_and_nothing_is_left() {
+        for (workers, total) in [(1, 9), (2, 7), (9, 5), (16, 100_000), (17, 1000), (200, 77_777)] {
+            let claims = Claims::default();
+            // Of one node of several, numbers begin anywhere; the last one comes late.
+            let mut claimants: Vec<Claimant> = (3..3 + workers).map(Claimant::with_own_run).collect();
+            let mut take = |i: usize| claims.next(&mut claimants[i], Cut::DEFAULT, workers, total);
+            let mut runs: Vec<Range<usize>> = Vec::new();
+            for i in 0..workers - 1 {
+                runs.extend(take(i));
+            }
+            let mut helper = Claimant::without_own_run(5);
+            runs.extend(std::iter::from_fn(|| claims.next(&mut helper, Cut::DEFAULT, workers, total)));
+            runs.extend(take(workers - 1));
+            assert!((0..workers).all(|i| take(i).is_none()));
+            runs.sort_by_key(|run| (run.start, run.end));
+            assert_eq!((runs[0].start, runs[runs.len() - 1].end), (0, total));
+            assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start), "{workers}, {total}");
         }
     }
 

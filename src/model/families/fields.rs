@@ -9,7 +9,7 @@ use crate::{Error, Result};
 const MAX_DIM: u64 = 1 << 24;
 /// Rows of a table that stays in its file.
 const MAX_TABLE_ROWS: u64 = 1 << 32;
-const MAX_LAYERS: u64 = 1 << 12;
+pub(super) const MAX_LAYERS: u64 = 1 << 12;
 const MAX_EXPERTS: u64 = 1 << 16;
 const MAX_TOP_K: u64 = 1 << 8;
 /// Heads and their widths, where a product of several is memory.

@@ -94,8 +94,7 @@ pub(super) fn bailing_hybrid(f: &Fields<'_>) -> Result<ModelConfig> {
     // The last layers of Ling-3.0-flash are trained with bounds. HF's code does not read them; vLLM's and SGLang's
     // bailing_moe_v3.py do.
     let [limits, shared_limits] =
-        ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list"].map(|name| f.each_layer_or(name, 0.0));
-    let (limits, shared_limits) = (limits?, shared_limits?);
+        [f.each_layer_or("expert_swiglu_limit_list", 0.0)?, f.each_layer_or("share_expert_swiglu_limit_list", 0.0)?];
     let unbounded = ffn(f, moe(f, router)?)?;
     let bounded = |layer: usize| {
         let mut ffn = unbounded(layer)?;

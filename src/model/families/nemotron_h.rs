@@ -7,7 +7,7 @@ use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
 use super::deepseek;
-use super::fields::{Fields, gqa, missing, wrong};
+use super::fields::{Fields, MAX_LAYERS, gqa, missing, wrong};
 use super::gguf::{Gguf, Header};
 use crate::model::{
     Activation, Attention, Ffn, LayerConfig, Mamba2, Mlp, ModelConfig, Moe, Names, Nothing, Residual, SharedExpert,
@@ -16,7 +16,6 @@ use crate::{Error, Result};
 
 /// Inputs of a convolution, at most: what a sequence keeps grows with it.
 const MAX_CONV_WIDTH: usize = 64;
-const MAX_LAYERS: usize = 1 << 12;
 
 /// What a layer is.
 #[derive(Clone, Copy, PartialEq)]
@@ -132,8 +131,9 @@ fn blocks(f: &Fields<'_>) -> Result<Vec<Block>> {
         }
         None => return Err(missing("hybrid_override_pattern")),
     };
-    let fits =
-        |blocks: &Vec<Block>| (1..=MAX_LAYERS).contains(&blocks.len()) && count.is_none_or(|n| n == blocks.len());
+    let fits = |blocks: &Vec<Block>| {
+        (1..=MAX_LAYERS).contains(&(blocks.len() as u64)) && count.is_none_or(|n| n == blocks.len())
+    };
     blocks.filter(fits).ok_or_else(|| {
         let layers = count.map_or("each layer".into(), |count| format!("each of {count} layers"));
         Error::Model(format!("`{name}` does not say Mamba, attention, experts or MLP for {layers}"))

@@ -116,6 +116,10 @@ pub struct Measurement {
     pub ram_gb_per_s: f64,
     /// Share of the chosen experts that were in VRAM, where some are and others are not; of decode.
     pub vram_hits: Option<f64>,
+    /// Share of the CPU's experts that a guess had named a layer before, beside a GPU; of decode.
+    pub foreseen: Option<f64>,
+    /// By what share that raises the speed, where it was tried.
+    pub foresight_gain: Option<f32>,
     /// Bytes of experts that a step of decode read from RAM by the CPU, over PCIe, and from VRAM.
     pub expert_bytes: [u64; 3],
     /// Time of each kernel, or of each family of ops on the CPU, if requested.
@@ -164,17 +168,24 @@ impl std::fmt::Display for BenchReport {
                 d.tokens, d.least, d.most, d.of
             )?;
         }
-        let head = ("phase", "tokens", "batch", "tok/s", "limit", "of it", "limited by", "RAM GB/s", "VRAM hits");
-        let (phase, tokens, batch, speed, limit, share, by, ram, hits) = head;
-        writeln!(f, "\n{phase:8} {tokens:>7} {batch:>6} {speed:>10} {limit:>10} {share:>6}  {by:10} {ram:>8}  {hits}")?;
+        let head =
+            ("phase", "tokens", "batch", "tok/s", "limit", "of it", "limited by", "RAM GB/s", "VRAM hits", "foreseen");
+        let (phase, tokens, batch, speed, limit, share, by, ram, hits, foreseen) = head;
+        writeln!(
+            f,
+            "\n{phase:8} {tokens:>7} {batch:>6} {speed:>10} {limit:>10} {share:>6}  {by:10} {ram:>8}  {hits}  {foreseen}"
+        )?;
         for r in &self.rows {
             let share = 100.0 * r.share_of_limit;
-            let hits = r.vram_hits.map_or("-".into(), |hits| format!("{:.0}%", 100.0 * hits));
+            let percent = |share: Option<f64>| share.map_or("-".into(), |share| format!("{:.0}%", 100.0 * share));
+            let hits = percent(r.vram_hits);
+            let gain = r.foresight_gain.map_or(String::new(), |gain| format!(" ({:+.0}%)", 100.0 * gain));
+            let foreseen = format!("{}{gain}", percent(r.foreseen));
             let Measurement { phase, tokens, batch, tok_per_s, limit_tok_per_s, limited_by, ram_gb_per_s, .. } = r;
             writeln!(
                 f,
                 "{phase:8} {tokens:>7} {batch:>6} {tok_per_s:>10.1} {limit_tok_per_s:>10.1} {share:>5.0}%  \
-                 {limited_by:10} {ram_gb_per_s:>8.1}  {hits:>9}"
+                 {limited_by:10} {ram_gb_per_s:>8.1}  {hits:>9}  {foreseen:>8}"
             )?;
         }
         for r in self.rows.iter().filter(|r| !r.ops.is_empty()) {
