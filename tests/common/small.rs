@@ -125,7 +125,7 @@ pub fn config(name: &str) -> Value {
                 "deepseek_v41_text",
                 json!({"num_hidden_layers": 6, "compress_ratios": [0, 2, 2, 1, 1, 1], "kv_source_layer_ids": [1, 3],
                     "index_source_layer_ids": [1, 3, 4], "num_attention_heads": 4, "num_key_value_heads": 1,
-                    "head_dim": 48, "qk_rope_head_dim": 16, "q_lora_rank": 64, "o_groups": 2, "o_lora_rank": 32,
+                    "head_dim": 64, "qk_rope_head_dim": 16, "q_lora_rank": 64, "o_groups": 2, "o_lora_rank": 32,
                     "sliding_window": 17, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 9,
                     "candidate_source_layer_id": 3, "candidate_topk_blocks": 5, "candidate_block_size": 4,
                     "engram_layer_ids": [1, 3], "engram_max_ngram_size": 4, "engram_vocab_size": 100,
