@@ -471,7 +471,7 @@ mod tests {
         for bits in DenseBits::ALL {
             assert_eq!(bits.to_string().parse(), Ok(bits));
         }
-        assert_eq!("INT4".parse::<DenseBits>(), Err("\"INT4\" is unknown: use bf16, int8 or int4".into()));
+        assert_eq!("INT4".parse::<DenseBits>(), Err("\"INT4\" is unknown: use auto, bf16, int8 or int4".into()));
     }
 
     #[test]

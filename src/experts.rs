@@ -39,7 +39,6 @@ pub use service::{ExpertService, RowType, ServedLayer};
 
 use crate::Result;
 use crate::backend::Backend;
-use pool::Choices;
 
 /// Tokens of a batch up to which experts of the next layer are foreseen; more choose most of them.
 pub const FORESEEN_TOKENS: usize = 8;
@@ -53,7 +52,8 @@ pub trait ExpertExecutor<B: Backend>: Send {
     /// Ends it: `out[t] += sum_e weight[t, e] * down_e(silu(gate_e x_t) * up_e x_t)`; `out` [tokens, hidden].
     fn finish(&mut self, out: &mut B::Tensor) -> Result<()>;
 
-    /// Whether it could use a guess of what the layer after the submitted one will be given: its memory idles until then.
+    /// Whether it could use a guess of what the layer after the submitted one will be given: its memory idles until
+    /// then.
     fn foresees(&self) -> bool {
         false
     }
@@ -86,6 +86,28 @@ pub trait ExpertExecutor<B: Backend>: Send {
     /// Experts of each layer that live on the device.
     fn resident(&self) -> usize {
         0
+    }
+}
+
+/// Choices in decode, each expert of a layer and step once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Choices {
+    /// Of experts that were in VRAM, or foreseen.
+    pub hits: u64,
+    /// Of others.
+    pub misses: u64,
+}
+
+impl Choices {
+    /// The share of hits; `None`: nothing was chosen.
+    pub fn hit_rate(self) -> Option<f64> {
+        let all = self.hits + self.misses;
+        (all > 0).then(|| self.hits as f64 / all as f64)
+    }
+
+    /// Those since `before`.
+    pub fn since(self, before: Self) -> Self {
+        Self { hits: self.hits - before.hits, misses: self.misses - before.misses }
     }
 }
 

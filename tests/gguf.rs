@@ -464,6 +464,8 @@ fn a_single_file_has_its_text_side() {
             "8",
             "--experts",
             "bf16",
+            "--dense",
+            "bf16",
             "--device",
             "cpu",
         ];

@@ -23,6 +23,7 @@
 //! steps, at least once more often than those that they displace. Both are counted. Where it does not pay, as
 //! with choices at random, one expert a step still comes, so that a change is seen.
 
+use super::Choices;
 use super::residency::{Place, Residency};
 
 /// Steps after which a choice counts half, and within which a copy must pay.
@@ -72,28 +73,6 @@ pub struct Pool {
     choices: Choices,
     worth: Vec<f32>, // [steps since the last choice]: of one choice
     scored: Vec<(f32, u32)>,
-}
-
-/// Choices in decode, each expert of a layer and step once.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Choices {
-    /// Of experts in VRAM.
-    pub hits: u64,
-    /// Of others.
-    pub misses: u64,
-}
-
-impl Choices {
-    /// The share of hits; `None`: nothing was chosen.
-    pub fn hit_rate(self) -> Option<f64> {
-        let all = self.hits + self.misses;
-        (all > 0).then(|| self.hits as f64 / all as f64)
-    }
-
-    /// Those since `before`.
-    pub fn since(self, before: Self) -> Self {
-        Self { hits: self.hits - before.hits, misses: self.misses - before.misses }
-    }
 }
 
 /// The share of choices that a pool with room for a share of the experts holds, as published for LRU caches with real
