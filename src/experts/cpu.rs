@@ -63,16 +63,16 @@ pub struct CpuExperts {
     layer: usize,  // that was submitted
     tokens: usize, // of it
     buffers: Buffers,
-    foresight: Foresight,
     was_foreseen: bool, // the submitted layer, and asked for
     tuning: Tuning,
 }
 
 /// All memory of an executor, taken once.
 pub struct Buffers {
-    checked: Vec<bool>,     // [layers, experts]: the checksum held
-    active: Vec<Active>,    // of the submitted layer
-    in_gate: Vec<Active>,   // the same in the order of `gate`, where some were foreseen
+    checked: Vec<bool>,   // [layers, experts]: the checksum held
+    active: Vec<Active>,  // of the submitted layer
+    in_gate: Vec<Active>, // the same in the order of `gate`, where some were foreseen
+    foresight: Foresight,
     counts: Vec<usize>,     // [experts]
     pair_tokens: Vec<u32>,  // [pairs], sorted by expert
     pair_weights: Vec<f32>, // [pairs]
@@ -104,6 +104,7 @@ impl Buffers {
         in_gate.clear();
         Ok(Self {
             in_gate,
+            foresight: Foresight::new(heap, experts)?,
             checked: heap.zeros(&[layers, experts])?,
             active,
             counts: heap.zeros(&[experts])?,
@@ -136,7 +137,6 @@ impl CpuExperts {
             layer: 0,
             tokens: 0,
             buffers,
-            foresight: Foresight::new(heap, shape.experts)?,
             was_foreseen: false,
             tuning: Tuning::default(),
             claims: (0..memory.nodes()).map(|_| Default::default()).collect(),
@@ -301,7 +301,7 @@ impl ExpertExecutor<Cpu> for CpuExperts {
     }
 
     fn traffic(&self) -> Traffic {
-        let Foresight { asked_bytes: ahead, chosen: foreseen, .. } = self.foresight;
+        let Foresight { asked_bytes: ahead, chosen: foreseen, .. } = self.buffers.foresight;
         Traffic { ram: self.bytes_read, ahead, foreseen, ..Traffic::default() }
     }
 }
@@ -318,8 +318,8 @@ impl CpuExperts {
         self.team.fit(self.tokens);
         self.layer = layer;
         self.sort(routing);
-        let Buffers { active, in_gate, .. } = &mut self.buffers;
-        self.was_foreseen = self.foresight.compare(layer, active, in_gate);
+        let Buffers { active, in_gate, foresight, .. } = &mut self.buffers;
+        self.was_foreseen = foresight.compare(layer, active, in_gate);
         if let Err(error) = self.check() {
             self.buffers.active.clear();
             return Err(error);

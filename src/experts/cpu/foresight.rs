@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
-use super::CpuExperts;
 use super::pieces::{Active, LayerWork, Pieces};
+use super::{Buffers, CpuExperts};
 use crate::Result;
 use crate::experts::{Choices, FORESEEN_TOKENS};
 use crate::kernel::fetch;
@@ -143,20 +143,21 @@ impl Trial {
 impl CpuExperts {
     /// A recorded step of `tokens` tokens begins, with foresight where that makes such steps faster.
     pub(in crate::experts) fn begin_step(&mut self, tokens: usize) -> Instant {
-        self.foresight.on = self.foresight.trials.get(tokens.wrapping_sub(1)).is_some_and(Trial::is_on);
+        let Foresight { on, trials, .. } = &mut self.buffers.foresight;
+        *on = trials.get(tokens.wrapping_sub(1)).is_some_and(Trial::is_on);
         Instant::now()
     }
 
     /// It has ended.
     pub(in crate::experts) fn end_step(&mut self, tokens: usize, begun: Instant) {
-        if let Some(trial) = self.foresight.trials.get_mut(tokens.wrapping_sub(1)) {
+        if let Some(trial) = self.buffers.foresight.trials.get_mut(tokens.wrapping_sub(1)) {
             trial.took(begun.elapsed().as_secs_f32());
         }
     }
 
     /// By what share foresight raises the speed of steps of `tokens` tokens; `None`: that is not known.
     pub(in crate::experts) fn foresight_gain(&self, tokens: usize) -> Option<f32> {
-        self.foresight.trials.get(tokens.wrapping_sub(1))?.gain
+        self.buffers.foresight.trials.get(tokens.wrapping_sub(1))?.gain
     }
 
     /// Brings experts of `layer` that it will probably be given into the caches, best first, until `is_over`. Ids below
@@ -168,8 +169,9 @@ impl CpuExperts {
         is_over: &(dyn Fn() -> bool + Sync),
     ) {
         let groups = self.team.working().div_ceil(GROUP);
-        self.foresight.name(layer, guess, self.buffers.counts.len(), groups);
-        let Foresight { places, is_asked, on, .. } = &mut self.foresight;
+        let Buffers { foresight, counts, .. } = &mut self.buffers;
+        foresight.name(layer, guess, counts.len(), groups);
+        let Foresight { places, is_asked, on, .. } = foresight;
         if places.is_empty() || !*on || is_over() {
             return;
         }
@@ -195,7 +197,7 @@ impl CpuExperts {
             });
             asked.fetch_add(asked_by_it.sum(), Relaxed);
         });
-        self.foresight.asked_bytes += asked.into_inner();
+        self.buffers.foresight.asked_bytes += asked.into_inner();
     }
 }
 
