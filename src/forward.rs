@@ -60,7 +60,7 @@ pub use buffers::Limits;
 use buffers::{Buffers, Part, Parts};
 use choices::Choices;
 pub use erased::Forward;
-use ffn::{NextRouter, ffn};
+use ffn::{FfnWeights, NextRouter, ffn};
 use join::{After, Stream, Through};
 use kv_cache::{KvCache, LayerCache};
 use logits::Head;
@@ -230,7 +230,7 @@ impl<B: Backend> Layer<'_, B> {
             chosen: of_experts.map(|(choices, number)| choices.of(number, part.rows.start)),
             next: self.next.and_then(|(config, weights)| {
                 let guesses = of_experts.map(|(choices, number)| choices.guesses_of(number + 1, part.rows.start));
-                NextRouter::of(config, weights, (*norm, eps), guesses)
+                next_router(config, weights, (*norm, eps), guesses)
             }),
             experts: experts.as_mut().map(|(experts, number)| (&mut **experts, *number)),
         };
@@ -264,6 +264,24 @@ impl<B: Backend> Layer<'_, B> {
     /// Where the last part's tokens went; `None`: the layer is dense.
     fn routing(&self) -> Option<&B::Routing> {
         self.buffers.ffn.routing.as_ref().filter(|_| matches!(self.config.ffn, Ffn::Moe(_)))
+    }
+}
+
+/// The router of the layer that comes next, if it reads one stream through an RMS norm. `chosen` replaces its choice.
+fn next_router<'a, B: Backend>(
+    config: &'a LayerConfig,
+    weights: &'a LayerWeights<B>,
+    (kind, eps): (Norm, f32),
+    chosen: Option<(&'a B::Choices, usize)>,
+) -> Option<NextRouter<'a, B>> {
+    match (&config.ffn, &weights.entries, &weights.ffn) {
+        (Ffn::Moe(moe), Entries::Norms(norms), FfnWeights::Moe { router, norms: None, .. })
+            if kind == Norm::Rms && !moe.router.by_token =>
+        {
+            let norm = (norms.ffn.as_ref()?, eps);
+            Some(NextRouter { norm, weights: router, config: &moe.router, chosen })
+        }
+        _ => None,
     }
 }
 

@@ -2,11 +2,10 @@
 
 use super::join::{After, Partial, Stream, Term, Through, join};
 use super::loader::{Cut, Loader};
-use super::weights::{Entries, LayerWeights};
 use crate::Result;
 use crate::backend::{Backend, RouterTensors};
 use crate::experts::{ExpertExecutor, FORESEEN_TOKENS};
-use crate::model::{Activation, Ffn, LayerConfig, Mlp, ModelConfig, Moe, Norm, Residual, Router};
+use crate::model::{Activation, Ffn, LayerConfig, Mlp, ModelConfig, Moe, Residual, Router};
 
 /// A feed-forward part without its routed experts.
 pub enum FfnWeights<B: Backend> {
@@ -259,29 +258,10 @@ pub(super) struct Layer<'a, B: Backend> {
 /// What the layer after this one routes by, if that reads one stream through a norm: applied a layer early, it guesses
 /// the next layer's experts, because a layer changes the stream little.
 pub(super) struct NextRouter<'a, B: Backend> {
-    norm: (&'a B::Norm, f32),
-    weights: &'a B::Router,
-    config: &'a Router,
-    chosen: Option<(&'a B::Choices, usize)>, // as above
-}
-
-impl<'a, B: Backend> NextRouter<'a, B> {
-    pub(super) fn of(
-        config: &'a LayerConfig,
-        weights: &'a LayerWeights<B>,
-        (kind, eps): (Norm, f32),
-        chosen: Option<(&'a B::Choices, usize)>,
-    ) -> Option<Self> {
-        match (&config.ffn, &weights.entries, &weights.ffn) {
-            (Ffn::Moe(moe), Entries::Norms(norms), FfnWeights::Moe { router, norms: None, .. })
-                if kind == Norm::Rms && !moe.router.by_token =>
-            {
-                let norm = (norms.ffn.as_ref()?, eps);
-                Some(Self { norm, weights: router, config: &moe.router, chosen })
-            }
-            _ => None,
-        }
-    }
+    pub(super) norm: (&'a B::Norm, f32),
+    pub(super) weights: &'a B::Router,
+    pub(super) config: &'a Router,
+    pub(super) chosen: Option<(&'a B::Choices, usize)>, // as above
 }
 
 /// The feed-forward part of what `stream` reads, and its result into `stream`. `h` is the part's input, or a buffer for

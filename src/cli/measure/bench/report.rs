@@ -173,7 +173,8 @@ impl std::fmt::Display for BenchReport {
         let (phase, tokens, batch, speed, limit, share, by, ram, hits, foreseen) = head;
         writeln!(
             f,
-            "\n{phase:8} {tokens:>7} {batch:>6} {speed:>10} {limit:>10} {share:>6}  {by:10} {ram:>8}  {hits}  {foreseen}"
+            "\n{phase:8} {tokens:>7} {batch:>6} {speed:>10} {limit:>10} {share:>6}  {by:10} {ram:>8}  {hits}  \
+             {foreseen}"
         )?;
         for r in &self.rows {
             let share = 100.0 * r.share_of_limit;
