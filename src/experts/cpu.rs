@@ -43,7 +43,7 @@ use crate::machine::workers::{Claims, Shared, Team};
 use crate::{Error, Result};
 use dispatch::Dispatch;
 use foresight::Foresight;
-use pieces::{Active, LayerWork, READ_COST};
+use pieces::{Active, LayerWork};
 pub use tuning::Tuning;
 
 /// Place of an id that is no expert.
@@ -184,13 +184,13 @@ impl CpuExperts {
             self.buffers.counts[expert] += 1;
         }
         self.buffers.active.clear();
-        let (mut start, mut cost) = (0, 0);
+        let mut start = 0;
         for (expert, count) in self.buffers.counts.iter_mut().enumerate().filter(|(_, count)| **count > 0) {
-            self.buffers.active.push(Active { expert, pairs: (start, start + *count), cost });
-            cost += READ_COST + *count;
+            self.buffers.active.push(Active { expert, pairs: (start, start + *count), cost: 0 });
             // From here on the place of the expert's next pair.
             (start, *count) = (start + *count, start);
         }
+        Active::add_up(&mut self.buffers.active);
         for (i, (&id, &weight)) in routing.ids.iter().zip(&routing.weights).enumerate() {
             let Some(expert) = expert_of(id) else {
                 self.buffers.pair_of[i] = NO_PAIR;

@@ -86,6 +86,12 @@ fn check_choice(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], 
     check(&format!("{indexer:?}, {bits}, {sequences:?}"), &got, &want, LATENT);
 }
 
+/// An indexer that chooses single positions.
+fn of_positions(num_heads: usize, head_dim: usize, top_k: usize) -> Indexer {
+    let score = Score::Weighted { latent: 64 };
+    Indexer { num_heads, head_dim, interleaved: false, unit: 1, top_k, score, candidates: None }
+}
+
 #[test]
 fn the_best_positions_are_attended_to_of_equals_the_lower() {
     need_gpu!();
@@ -93,15 +99,7 @@ fn the_best_positions_are_attended_to_of_equals_the_lower() {
     for (num_heads, head_dim, top_k, bits) in
         [(8, 32, 24, KvBits::Bf16), (16, 24, 100, KvBits::Int8), (40, 128, 64, KvBits::Bf16)]
     {
-        let indexer = Indexer {
-            num_heads,
-            head_dim,
-            interleaved: false,
-            unit: 1,
-            top_k,
-            score: Score::Weighted { latent: 64 },
-            candidates: None,
-        };
+        let indexer = of_positions(num_heads, head_dim, top_k);
         for batch in BATCHES {
             check_choice(&sides, &indexer, batch, bits);
         }
@@ -117,15 +115,7 @@ fn parts_of_a_row_choose_what_one_does() {
     let many: &[(usize, usize)] = &[(1200, 40), (400, 1)];
     for (seed, top_k) in [1, 3, 10, 20, 37].into_iter().enumerate() {
         let [num_heads, head_dim] = [[4, 16], [8, 32]][seed % 2];
-        let indexer = Indexer {
-            num_heads,
-            head_dim,
-            interleaved: false,
-            unit: 1,
-            top_k,
-            score: Score::Weighted { latent: 64 },
-            candidates: None,
-        };
+        let indexer = of_positions(num_heads, head_dim, top_k);
         for batch in [few, many] {
             check_choice(&sides, &indexer, batch, KvBits::Bf16);
         }

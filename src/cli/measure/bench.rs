@@ -29,7 +29,7 @@ use crate::{Error, Result};
 use limits::{PassWork, Speed};
 pub use report::{BenchReport, Distinct, GpuReport, KernelTime, MachineReport, Measurement, PrecisionReport};
 pub use routing::Routing;
-use routing::{Choices, Sequence};
+use routing::{Choices, Pass, Sequence};
 
 /// Bytes over which the read bandwidth is measured: more than the cache of any processor.
 pub const BANDWIDTH_BYTES: usize = 2 << 30;
@@ -216,18 +216,16 @@ impl<'a> Bench<'a> {
     }
 
     /// The choices of passes of `tokens` tokens of each sequence; empty if the router chooses.
-    fn chosen(&self, sequences: &mut [Sequence], tokens: impl Iterator<Item = usize>) -> Vec<Vec<i32>> {
-        tokens.map(|n| self.choices.as_ref().map_or(Vec::new(), |choices| choices.pass(sequences, n))).collect()
+    fn chosen(&mut self, sequences: &mut [Sequence], tokens: impl Iterator<Item = usize>) -> Vec<Pass> {
+        let Self { choices, random, .. } = self;
+        tokens.map(|n| choices.as_ref().map_or(Pass::default(), |of| of.pass(sequences, n, random))).collect()
     }
 
     /// Gives the next pass of `tokens` tokens these experts, unless the router chooses.
-    fn choose(&mut self, chosen: &[i32], tokens: usize) -> Result<()> {
-        match chosen {
-            [] => Ok(()),
-            chosen => {
-                let guesses = self.choices.as_ref().map(|choices| choices.foreseen(chosen, &mut self.random));
-                self.loaded.model.choose(chosen, &guesses.unwrap_or_default(), tokens)
-            }
+    fn choose(&mut self, Pass { chosen, foreseen }: &Pass, tokens: usize) -> Result<()> {
+        match chosen.is_empty() {
+            true => Ok(()),
+            false => self.loaded.model.choose(chosen, foreseen, tokens),
         }
     }
 

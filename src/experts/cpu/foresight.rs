@@ -70,7 +70,7 @@ impl Foresight {
                 }
             }
         }
-        add_up(places);
+        Active::add_up(places);
     }
 
     /// Compares what was foreseen with the experts that `layer` was given, and whether these were asked for: then
@@ -87,21 +87,12 @@ impl Foresight {
             in_gate.extend(is_chosen(place).or_else(|| others.next()));
         }
         in_gate.extend(others);
-        add_up(in_gate);
+        Active::add_up(in_gate);
         let hits = active.iter().filter(is_named).count();
         self.chosen.hits += hits as u64;
         self.chosen.misses += (active.len() - hits) as u64;
         self.places.clear();
         self.is_asked
-    }
-}
-
-/// Costs before each, in their order.
-fn add_up(order: &mut [Active]) {
-    let mut cost = 0;
-    for active in order {
-        active.cost = cost;
-        cost += active.tile_cost();
     }
 }
 

@@ -10,7 +10,7 @@ use crate::kernel::fetch;
 use crate::machine::workers::{Claimant, Claims, Worker};
 
 /// Tokens whose arithmetic takes as long as reading the weights does: what a tile costs is this plus its tokens.
-pub(super) const READ_COST: usize = 8;
+const READ_COST: usize = 8;
 
 /// One expert with tokens to work on.
 #[derive(Clone, Copy, Zeroable)]
@@ -22,8 +22,17 @@ pub(super) struct Active {
 
 impl Active {
     /// What one of its tiles costs.
-    pub(super) fn tile_cost(&self) -> usize {
+    fn tile_cost(&self) -> usize {
         READ_COST + self.pairs.1 - self.pairs.0
+    }
+
+    /// Sets the costs before each, in the order of `all`.
+    pub(super) fn add_up(all: &mut [Self]) {
+        let mut cost = 0;
+        for active in all {
+            active.cost = cost;
+            cost += active.tile_cost();
+        }
     }
 }
 

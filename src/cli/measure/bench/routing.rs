@@ -82,6 +82,14 @@ enum Source {
     Recorded { ids: Arc<[i32]> },     // [tokens, layers, top_k]
 }
 
+/// The choices of a pass, `[layers, sequences, tokens, top_k]`, and what is foreseen of them: as much as with real
+/// models. Empty: the router chooses.
+#[derive(Default)]
+pub(super) struct Pass {
+    pub(super) chosen: Vec<i32>,
+    pub(super) foreseen: Vec<i32>,
+}
+
 /// The tokens of one sequence, one after the other.
 pub(super) enum Sequence {
     Local { popularity: Arc<[f32]>, topic: Vec<f32>, recent: Vec<f32>, random: Random },
@@ -149,17 +157,18 @@ impl Choices {
         }
     }
 
-    /// What is foreseen of `chosen`, which has any shape: as much as with real models.
-    pub(super) fn foreseen(&self, chosen: &[i32], random: &mut Random) -> Vec<i32> {
+    /// A pass of `tokens` tokens of each of some sequences.
+    pub(super) fn pass(&self, sequences: &mut [Sequence], tokens: usize, random: &mut Random) -> Pass {
+        let chosen = self.chosen(sequences, tokens);
         let guess = |&id: &i32| match random.bits() % 100 < FORESEEN {
             true => id,
             false => (random.bits() % self.experts as u64) as i32,
         };
-        chosen.iter().map(guess).collect()
+        Pass { foreseen: chosen.iter().map(guess).collect(), chosen }
     }
 
-    /// A pass of `tokens` tokens of each of some sequences: `[layers, sequences, tokens, top_k]`.
-    pub(super) fn pass(&self, sequences: &mut [Sequence], tokens: usize) -> Vec<i32> {
+    /// What such a pass chooses, `[layers, sequences, tokens, top_k]`.
+    fn chosen(&self, sequences: &mut [Sequence], tokens: usize) -> Vec<i32> {
         let (rows, k) = (sequences.len() * tokens, self.top_k);
         let mut ids = vec![0; self.layers * rows * k];
         let mut token = vec![0; self.layers * k];
@@ -227,7 +236,7 @@ mod tests {
         let popularity = (0..LAYERS * experts).map(|_| POPULARITY * normal(&mut random)).collect();
         let choices = Choices { layers: LAYERS, experts, top_k, source: Source::Local { popularity } };
         let mut sequence = [choices.sequence(0)];
-        (0..n).map(|_| choices.pass(&mut sequence, 1)).collect()
+        (0..n).map(|_| choices.chosen(&mut sequence, 1)).collect()
     }
 
     /// The share of choices that an LRU cache of `share` of all experts holds, after some tokens.
