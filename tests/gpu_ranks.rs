@@ -223,6 +223,7 @@ fn every_kind_of_layer_is_divided() {
         "qwen4_exp",
         "glm5_next",
         "deepseek_v4",
+        "deepseek_v41",
         "gemma4",
     ] {
         let on = |devices: &[usize]| {

@@ -189,7 +189,16 @@ mod gpu {
         check(&qwen.dir(), "a small budget", small(760));
         check(&qwen.dir(), "int8 keys and values", EngineConfig { kv: KvBits::Int8, ..Default::default() });
         check(&qwen.dir(), "int8 dense", EngineConfig { dense: DenseBits::Int8, ..Default::default() });
-        check(&fixture_dir("deepseek_v2_lite"), "latent attention", EngineConfig::default());
+        for (name, what) in [
+            ("deepseek_v2_lite", "latent attention"),
+            ("deepseek_v4", "entries"),
+            ("deepseek_v41", "shared entries"),
+            ("glm5_next", "streams"),
+            ("kimi_linear", "recurrent state"),
+            ("nemotron_h", "experts without a gate"),
+        ] {
+            check(&fixture_dir(name), what, EngineConfig { experts: ExpertBits::Bf16, ..Default::default() });
+        }
     }
 
     #[test]

@@ -73,7 +73,7 @@ impl std::ops::Deref for Attention {
 }
 
 impl Attention {
-    /// Whether both have activations of the same widths: layers that do share buffers.
+    /// Whether both have activations and scratch of the same sizes: layers that do share buffers.
     pub fn same_widths(&self, other: &Self) -> bool {
         std::mem::discriminant(self) == std::mem::discriminant(other) && self.widths() == other.widths()
     }
@@ -196,8 +196,8 @@ pub trait Facts {
         None
     }
 
-    /// What its activations' widths depend on.
-    fn widths(&self) -> [usize; 8];
+    /// What the sizes of its activations and of its scratch depend on.
+    fn widths(&self) -> [usize; 10];
 
     /// Its projections in a model of this width.
     fn matrices(&self, hidden: usize) -> Vec<Matrix>;

@@ -148,12 +148,13 @@ impl Facts for Compressed {
         Some(StateShape { past_inputs: self.window, channels: self.head_dim, numbers })
     }
 
-    fn widths(&self) -> [usize; 8] {
+    fn widths(&self) -> [usize; 10] {
         let own = self.selection.as_ref().and_then(Selection::own);
-        let [index, dim] = own.map_or([0, 0], |own| [own.num_heads, own.head_dim]);
+        let [index, dim, _, blocks] = own.map_or([0; 4], Indexer::widths);
+        let listed = self.selection.as_ref().map_or(0, |selection| selection.indexer.listed());
         let (made, low) = (self.own_compressor().map_or(0, |of| of.width()), self.groups * self.o_lora_rank);
-        let chosen = self.selection.as_ref().map_or(0, |selection| selection.indexer.top_k);
-        [self.num_heads, self.head_dim, self.q_lora_rank, low, made, index, dim, chosen]
+        let ratio = self.compressor.map_or(0, |of| of.ratio);
+        [self.num_heads, self.head_dim, self.q_lora_rank, low, made, index, dim, listed, blocks, ratio]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {

@@ -70,9 +70,9 @@ impl Facts for DeltaNet {
         })
     }
 
-    fn widths(&self) -> [usize; 8] {
+    fn widths(&self) -> [usize; 10] {
         let [keys, values] = [self.num_key_heads, self.num_value_heads];
-        [keys, values, self.key_head_dim, self.value_head_dim, self.conv_width, 0, 0, 0]
+        [keys, values, self.key_head_dim, self.value_head_dim, self.conv_width, 0, 0, 0, 0, 0]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {

@@ -112,10 +112,10 @@ impl Facts for Gqa {
         self.selection.as_ref()
     }
 
-    fn widths(&self) -> [usize; 8] {
+    fn widths(&self) -> [usize; 10] {
         let gate = self.gate().map_or(0, |(rows, _)| rows);
-        let [heads, dim] = self.selection.as_ref().map_or([0, 0], |s| [s.indexer.num_heads, s.indexer.head_dim]);
-        [self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, gate, heads, dim, 0]
+        let [heads, dim, listed, blocks] = self.selection.as_ref().map_or([0; 4], |s| s.indexer.widths());
+        [self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, gate, heads, dim, listed, blocks, 0]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {

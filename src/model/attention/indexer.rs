@@ -118,6 +118,12 @@ impl Indexer {
         if matches!(self.score, Score::Entries { .. }) { self.top_k } else { self.most() }
     }
 
+    /// What the sizes of its activations and of its scratch depend on.
+    pub(super) fn widths(&self) -> [usize; 4] {
+        let blocks = self.candidates.filter(|of| of.by == ChosenBy::Own).map_or(0, |of| of.blocks);
+        [self.num_heads, self.head_dim, self.listed(), blocks]
+    }
+
     /// Its projections in a model of this width.
     pub(super) fn matrices(&self, hidden: usize) -> Vec<Matrix> {
         let queries = self.num_heads * self.head_dim;

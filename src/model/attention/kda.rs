@@ -66,8 +66,8 @@ impl Facts for Kda {
         })
     }
 
-    fn widths(&self) -> [usize; 8] {
-        [self.num_heads, self.head_dim, self.conv_width, self.gate_rank.unwrap_or(0), 0, 0, 0, 0]
+    fn widths(&self) -> [usize; 10] {
+        [self.num_heads, self.head_dim, self.conv_width, self.gate_rank.unwrap_or(0), 0, 0, 0, 0, 0, 0]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {

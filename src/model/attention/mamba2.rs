@@ -60,8 +60,8 @@ impl Facts for Mamba2 {
         })
     }
 
-    fn widths(&self) -> [usize; 8] {
-        [self.num_heads, self.head_dim, self.state_dim, self.num_groups, self.conv_width, 0, 0, 0]
+    fn widths(&self) -> [usize; 10] {
+        [self.num_heads, self.head_dim, self.state_dim, self.num_groups, self.conv_width, 0, 0, 0, 0, 0]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {

@@ -64,10 +64,11 @@ impl Facts for Mla {
         self.selection.as_ref()
     }
 
-    fn widths(&self) -> [usize; 8] {
-        let [index, dim] = self.selection.as_ref().map_or([0, 0], |s| [s.indexer.num_heads, s.indexer.head_dim]);
+    fn widths(&self) -> [usize; 10] {
+        let [index, dim, listed, blocks] = self.selection.as_ref().map_or([0; 4], |s| s.indexer.widths());
         let [query, latent] = [self.q_lora_rank.unwrap_or(0), self.kv_lora_rank];
-        [query, latent, self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim, index, dim]
+        let [nope, rope] = [self.qk_nope_head_dim, self.qk_rope_head_dim];
+        [query, latent, self.num_heads, nope, rope, self.v_head_dim, index, dim, listed, blocks]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {

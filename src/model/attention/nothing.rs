@@ -7,8 +7,8 @@ use super::{Facts, Matrix};
 pub struct Nothing;
 
 impl Facts for Nothing {
-    fn widths(&self) -> [usize; 8] {
-        [0; 8]
+    fn widths(&self) -> [usize; 10] {
+        [0; 10]
     }
 
     fn matrices(&self, _: usize) -> Vec<Matrix> {

@@ -34,8 +34,8 @@ impl Facts for ShortConv {
         Some(StateShape { past_inputs: self.conv_width - 1, channels: self.channels, numbers: 0 })
     }
 
-    fn widths(&self) -> [usize; 8] {
-        [self.channels, self.conv_width, 0, 0, 0, 0, 0, 0]
+    fn widths(&self) -> [usize; 10] {
+        [self.channels, self.conv_width, 0, 0, 0, 0, 0, 0, 0, 0]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {
