@@ -343,9 +343,10 @@ engine_config! {
         /// a share on each of several.
         #[arg(long, value_name = "DEVICE", default_value = "auto")]
         device: Device,
-        /// Maximum VRAM to use of each GPU, such as 16GiB [default: all that is free].
-        #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
-        vram: Option<u64>,
+        /// Maximum VRAM to use of each GPU, such as 16GiB, or 16GiB,24GiB for the two of --device cuda:0,1 [default:
+        /// all that is free].
+        #[arg(long, value_name = "SIZE", value_delimiter = ',', value_parser = parse_bytes)]
+        vram: Vec<u64>,
         /// Experts of each layer to keep in VRAM: auto (as many as fit), or a number.
         #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_auto)]
         resident_experts: std::option::Option<usize>, // clap would make a plain `Option` a flag without a default

@@ -109,7 +109,7 @@ fn budget(dir: &std::path::Path, config: &EngineConfig, step_bytes: u64, wanted:
     let info = &Cuda::open(0).unwrap().info;
     let machine = load::machine(config, &Topology::read()).unwrap();
     let plan = |vram| {
-        let config = EngineConfig { vram: Some(vram), ..config.clone() };
+        let config = EngineConfig { vram: vec![vram], ..config.clone() };
         GpuPlan::attempt(&spec.with(&config), info, &machine).unwrap_or(Err(Short::Vram(0)))
     };
     let (mut little, mut much) = (CONTEXT_BYTES, CONTEXT_BYTES + (8 << 30));
@@ -128,7 +128,7 @@ fn small_budgets_put_experts_out_and_change_no_answer() {
     for model in models() {
         for least in [1, 3] {
             let resident = |plan: &GpuPlan| plan.sizes.is_some_and(|s| (least..8).contains(&s.resident));
-            let vram = Some(budget(&demo_dir(model), &config(), 32 << 10, resident));
+            let vram = vec![budget(&demo_dir(model), &config(), 32 << 10, resident)];
             check_questions(model, &EngineConfig { vram, ..config() }, questions);
         }
     }
@@ -308,12 +308,13 @@ fn check_long_prompt(fixture: &str, length: usize, passes: &[usize]) {
     for &pass in passes {
         let config = on_gpu(EngineConfig { max_batch_tokens: Some(pass), ..exact.clone() });
         // All of VRAM, and so little that a pass goes through the ops in parts.
-        let mut budgets = vec![None];
+        let mut budgets = vec![Vec::new()];
         if pass > 256 {
-            budgets.push(Some(budget(&dir, &config, 1 << 20, |plan| plan.limits.chunk_tokens < plan.limits.tokens)));
+            let in_parts = |plan: &GpuPlan| plan.limits.chunk_tokens < plan.limits.tokens;
+            budgets.push(vec![budget(&dir, &config, 1 << 20, in_parts)]);
         }
         for vram in budgets {
-            let got = last_logits(&mut load(&EngineConfig { vram, ..config.clone() }), &tokens, pass);
+            let got = last_logits(&mut load(&EngineConfig { vram: vram.clone(), ..config.clone() }), &tokens, pass);
             // The median: of a token here and there two experts are nearly equal, and the other one is chosen.
             let mut cosines: Vec<f64> =
                 got.iter().rev().zip(want.iter().rev()).map(|(got, want)| cosine(got, want)).collect();

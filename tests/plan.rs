@@ -177,7 +177,7 @@ mod gpu {
         }
         let qwen = Checkpoint::synthetic(2);
         let small = |vram_mib: u64| EngineConfig {
-            vram: Some(vram_mib << 20),
+            vram: vec![vram_mib << 20],
             max_batch_tokens: Some(256),
             ..Default::default()
         };
@@ -203,7 +203,7 @@ mod gpu {
 
     #[test]
     fn what_the_gpu_lacks_is_named() {
-        let config = EngineConfig { device: Device::Cuda(vec![0]), vram: Some(24 << 30), ..EngineConfig::default() };
+        let config = EngineConfig { device: Device::Cuda(vec![0]), vram: vec![24 << 30], ..EngineConfig::default() };
         let of = |name: &str| model_in(&fixture_dir(name));
         let (mut attention, mut delta_net, mut experts) = (of("qwen3_moe"), of("qwen3_next"), of("qwen3_moe"));
         attention.layers.iter_mut().for_each(|layer| {
@@ -249,6 +249,14 @@ mod gpu {
 
         refused(&with(&[]), &["give --vram to plan for a GPU that is not here"]);
         refused(&with(&["--vram", "16"]), &["--vram 16 bytes", "such as 16GiB"]);
+        // Of each of several.
+        let of = |device, vram| [&LITE[..], &["--device", device, "--vram", vram]].concat();
+        let two = json(&of("cuda:0,1", "24GiB,6GiB"));
+        assert_eq!(two["vram_limit_bytes"], 6u64 << 30, "what all of them may take");
+        let (success, text) = output(&of("cuda:0,1", "24GiB,6GiB"));
+        assert!(success && text.contains("\nGPUs      24.0 GiB of cuda:0, 6.0 GiB of cuda:1 may be taken"), "{text}");
+        refused(&of("cuda:0,1,2", "24GiB,6GiB"), &["2 sizes for --device cuda:0,1,2", "give 3, or one for all"]);
+        refused(&of("auto", "24GiB,6GiB"), &["2 sizes", "as in --device cuda:0,1"]);
         refused(&with(&["--vram", "1GiB"]), &["GiB of VRAM", "raise --vram to "]);
         refused(&with(&["--vram", "8GiB", "--resident-experts", "65"]), &["a layer has 64 experts", "auto"]);
         refused(&with(&["--vram", "6GiB", "--resident-experts", "64"]), &["give at most", "or auto"]);

@@ -48,7 +48,7 @@ fn on_gpu(model: &ModelConfig) -> String {
     let config = EngineConfig {
         device: Device::Cuda(vec![0]),
         experts: ExpertBits::Bf16,
-        vram: Some(4 << 40),
+        vram: vec![4 << 40],
         ..EngineConfig::default()
     };
     let spec = Spec::new(model, &config, Kept::NOTHING).unwrap();

@@ -64,7 +64,8 @@ class EngineOptions(TypedDict, total=False):
     share on each of several [default: auto]."""
 
     vram: str | int | None
-    """Maximum VRAM to use of each GPU, such as 16GiB [default: all that is free]."""
+    """Maximum VRAM to use of each GPU, such as 16GiB, or 16GiB,24GiB for the two of --device cuda:0,1 [default: all
+    that is free]."""
 
     resident_experts: int | Literal["auto"] | None
     """Experts of each layer to keep in VRAM: auto (as many as fit), or a number [default: auto]."""

@@ -147,7 +147,7 @@ fn check_no_gpu(config: &EngineConfig) -> Result<()> {
     };
     match config {
         EngineConfig { kv_host: Some(1..), .. } => refuse("--kv-host", "leave it out, the KV cache is in RAM already"),
-        EngineConfig { vram: Some(_), .. } => refuse("--vram", "leave it out"),
+        EngineConfig { vram, .. } if !vram.is_empty() => refuse("--vram", "leave it out"),
         EngineConfig { resident_experts: Some(1..), .. } => refuse("--resident-experts", "leave it out"),
         EngineConfig { prefill: PrefillOn::Gpu, .. } => refuse("--prefill gpu", "leave it out"),
         _ => Ok(()),

@@ -37,7 +37,7 @@ use crate::machine::topology;
 use crate::machine::workers::Team;
 use crate::model::Share;
 use crate::{Error, Result};
-pub use devices::Gpus;
+pub use devices::{Gpus, bounds};
 use plan::gpu_limits;
 pub use plan::{CONTEXT_BYTES, GpuPlan, Short};
 pub use speed::{GpuRates, on_gpu};

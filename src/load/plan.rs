@@ -207,7 +207,7 @@ mod gpu {
     use crate::config::{self, KvBits, PrefillOn};
     use crate::cuda::DeviceInfo;
     use crate::load::budget::gpu_plan;
-    use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, GpuRates, Gpus, on_gpu};
+    use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, GpuRates, Gpus, bounds, on_gpu};
 
     /// A card that is not here: 128 multiprocessors of compute capability 8.9, PCIe 4.0 with 16 lanes.
     const ASSUMED_VRAM_BYTES: f64 = 1000e9;
@@ -234,15 +234,15 @@ mod gpu {
             let found = match Gpus::open(spec, machine) {
                 Ok(found) => found,
                 Err(error @ Error::Invalid(_)) => return Err(error),
-                Err(_) if config.vram.is_some() => None,
+                Err(_) if !config.vram.is_empty() => None,
                 Err(error) => {
                     return Err(Error::Device(format!("{error}, or give --vram to plan for a GPU that is not here")));
                 }
             };
-            match (found, config.vram) {
-                (Some(gpus), _) => Self::measure(gpus).map(Some),
-                (None, Some(_)) if config.device != config::Device::Cpu => Ok(Some(Self::assumed(spec.ranks()))),
-                (None, _) => Ok(None),
+            match found {
+                Some(gpus) => Self::measure(gpus).map(Some),
+                None if config.vram.is_empty() || config.device == config::Device::Cpu => Ok(None),
+                None => Ok(Some(Self::assumed(spec)?)),
             }
         }
 
@@ -259,7 +259,7 @@ mod gpu {
             })
         }
 
-        fn assumed(ranks: usize) -> Self {
+        fn assumed(spec: &Spec<'_>) -> Result<Self> {
             let info = DeviceInfo {
                 name: "a GPU that is not here".into(),
                 capability: (8, 9),
@@ -269,14 +269,14 @@ mod gpu {
                 total_bytes: 1 << 50,
                 free_bytes: 1 << 50,
             };
-            Self {
+            Ok(Self {
                 info,
-                ranks,
-                choice: None,
+                ranks: spec.ranks(),
+                choice: bounds(spec)?,
                 is_assumed: true,
                 vram_bytes: ASSUMED_VRAM_BYTES,
                 pcie_bytes: ASSUMED_PCIE_BYTES,
-            }
+            })
         }
     }
 
@@ -344,7 +344,7 @@ mod gpu {
                 let with = |vram: u64| {
                     let info = DeviceInfo { total_bytes: vram, free_bytes: vram, ..device.info.clone() };
                     let (plan, then) =
-                        other(&EngineConfig { vram: Some(vram), resident_experts: None, ..config.clone() }, &info)?;
+                        other(&EngineConfig { vram: vec![vram], resident_experts: None, ..config.clone() }, &info)?;
                     (plan.sizes?.resident == num_experts).then_some(then)
                 };
                 // The least that is enough, to half a GiB: more VRAM also goes to the context.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::plan::GpuPlan;
+use super::plan::{GpuPlan, check_vram, size};
 use super::speed::{GpuRates, on_gpu};
 use crate::config::Device;
 use crate::cuda::{self, Cuda, DeviceInfo, MAX_RANKS, Rank};
@@ -29,10 +29,11 @@ impl Gpus {
     /// Opens them; `None`: it runs on the CPU. Errors: `Error::Device` when a named one cannot be used;
     /// `Error::Invalid` for some that are not alike.
     pub fn open(spec: &Spec<'_>, machine: &Machine) -> Result<Option<Self>> {
+        let bounded = bounds(spec)?;
         match &spec.config.device {
             Device::Cpu => Ok(None),
             Device::Auto => Ok(Cuda::open(0).ok().map(|first| choose(spec, first, machine))),
-            Device::Cuda(numbers) => Ok(Some(Self { devices: named(spec, numbers)?, choice: None })),
+            Device::Cuda(numbers) => Ok(Some(Self { devices: named(spec, numbers)?, choice: bounded })),
         }
     }
 
@@ -42,6 +43,29 @@ impl Gpus {
         let (total_bytes, free_bytes) = (bytes(|info| info.total_bytes), bytes(|info| info.free_bytes));
         DeviceInfo { total_bytes, free_bytes, ..self.devices[0].info.clone() }
     }
+}
+
+/// How much each GPU may take, where they differ. Errors: `Error::Invalid` for another number of sizes than of GPUs.
+pub fn bounds(spec: &Spec<'_>) -> Result<Option<String>> {
+    let (bounds, refuse) = (&spec.config.vram, |why: String| Err(Error::Invalid(format!("--vram {why}"))));
+    let numbers = match &spec.config.device {
+        Device::Cuda(numbers) if bounds.len() > 1 => numbers,
+        Device::Auto if bounds.len() > 1 => {
+            return refuse(format!(
+                "has {} sizes: name the GPUs that have them, as in --device cuda:0,1",
+                bounds.len()
+            ));
+        }
+        _ => return Ok(None),
+    };
+    if bounds.len() != numbers.len() {
+        let (sizes, gpus) = (bounds.len(), numbers.len());
+        return refuse(format!("has {sizes} sizes for --device {}: give {gpus}, or one for all", spec.config.device));
+    }
+    let each = numbers.iter().zip(bounds).map(|(n, bound)| format!("{} of cuda:{n}", size(*bound)));
+    let each: Vec<String> = each.collect();
+    let differ = bounds.iter().any(|bound| *bound != bounds[0]);
+    Ok(differ.then(|| format!("{} may be taken, and all take as much, because shares are equal", each.join(", "))))
 }
 
 fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Vec<Arc<Cuda>>> {
@@ -60,6 +84,12 @@ fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Vec<Arc<Cuda>>> {
     if let Some((number, other)) = numbers.iter().zip(&devices).find(|(_, cuda)| cuda.info.kind() != first.kind()) {
         let (first, other) = (&first.name, &other.info.name);
         return refuse(format!("cuda:{number} is a {other} and the first is a {first}, name GPUs of one kind"));
+    }
+    if spec.config.vram.len() > 1 {
+        let mut each = numbers.iter().zip(&devices).zip(&spec.config.vram);
+        each.try_for_each(|((number, cuda), bound)| {
+            check_vram(*bound, &DeviceInfo { name: format!("cuda:{number}"), ..cuda.info.clone() })
+        })?;
     }
     Ok(devices)
 }

@@ -101,8 +101,9 @@ impl GpuPlan {
         machine: &Machine,
     ) -> Result<std::result::Result<Self, Short>> {
         check(spec)?;
-        check_vram(spec.config, device)?;
-        let planner = Planner { spec: spec.clone(), device, vram: spec.config.vram.unwrap_or(device.free_bytes) };
+        let bound = least_bound(spec.config);
+        bound.map_or(Ok(()), |bound| check_vram(bound, device))?;
+        let planner = Planner { spec: spec.clone(), device, vram: bound.unwrap_or(device.free_bytes) };
         let plan = match planner.plan()? {
             Attempt::Fits(plan) => *plan,
             Attempt::Needs(bytes) => return Ok(Err(Short::Vram(bytes))),
@@ -316,23 +317,28 @@ fn check(spec: &Spec<'_>) -> Result<()> {
     }
 }
 
-/// Errors: `--vram` is more than there is, or nothing at all.
-fn check_vram(config: &EngineConfig, device: &DeviceInfo) -> Result<()> {
+/// What all of the GPUs may take, if that is bounded: their shares are equal.
+pub(super) fn least_bound(config: &EngineConfig) -> Option<u64> {
+    config.vram.iter().copied().min()
+}
+
+/// Errors: `--vram` of a GPU is more than there is, or nothing at all.
+pub(super) fn check_vram(bound: u64, device: &DeviceInfo) -> Result<()> {
     // What is free was read when the driver had taken its part.
     let (name, total) = (&device.name, device.total_bytes);
     let free = total.min(device.free_bytes + CONTEXT_BYTES);
-    match config.vram {
-        Some(n) if n <= CONTEXT_BYTES => Err(Error::Invalid(format!(
+    match bound {
+        n if n <= CONTEXT_BYTES => Err(Error::Invalid(format!(
             "--vram {}: the driver and the kernels alone take {:.1} GiB, so give a size such as 16GiB",
             size(n),
             gib(CONTEXT_BYTES)
         ))),
-        Some(n) if n > total => Err(Error::Invalid(format!(
+        n if n > total => Err(Error::Invalid(format!(
             "--vram {}: {name} has {:.1} GiB, so give less, or leave it out to use what is free",
             size(n),
             gib(total)
         ))),
-        Some(n) if n > free => Err(Error::Resources(format!(
+        n if n > free => Err(Error::Resources(format!(
             "--vram {}: of {name} {:.1} GiB are free, so give at most that, or close what else uses the GPU",
             size(n),
             gib(free)
@@ -342,7 +348,7 @@ fn check_vram(config: &EngineConfig, device: &DeviceInfo) -> Result<()> {
 }
 
 /// A size that may be far too small to be told in GiB.
-fn size(bytes: u64) -> String {
+pub(super) fn size(bytes: u64) -> String {
     if bytes < 1 << 20 { format!("{bytes} bytes") } else { format!("{:.1} GiB", gib(bytes)) }
 }
 

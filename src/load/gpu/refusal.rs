@@ -1,6 +1,6 @@
 //! What is said of a model that does not fit beside a GPU.
 
-use super::plan::{CONTEXT_BYTES, GpuPlan, Planner, Short};
+use super::plan::{CONTEXT_BYTES, GpuPlan, Planner, Short, least_bound};
 use crate::Error;
 use crate::config::EngineConfig;
 use crate::cuda::DeviceInfo;
@@ -28,11 +28,11 @@ pub(super) fn refusal(spec: &Spec<'_>, device: &DeviceInfo, machine: &Machine, s
     let (lack, otherwise) = match short {
         Short::Vram(bytes) => {
             let tenths = least_tenths(spec, device, bytes);
-            let more = EngineConfig { vram: Some((tenths * TENTH) as u64), ..config.clone() };
-            if config.vram.is_some() && with(&more) {
+            let more = EngineConfig { vram: vec![(tenths * TENTH) as u64], ..config.clone() };
+            if !config.vram.is_empty() && with(&more) {
                 remedies.push(format!("raise --vram to {:.1}GiB", tenths / 10.0));
             }
-            let vram = config.vram.unwrap_or(device.free_bytes);
+            let vram = least_bound(config).unwrap_or(device.free_bytes);
             let lack = format!(
                 "the model needs {:.1} GiB of VRAM with its experts in RAM, and {:.1} may be taken",
                 tenths / 10.0,
