@@ -33,7 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::Result;
 use crate::backend::tensor::Tensor;
-use crate::kernel::{Activations, FORMS, Kernel};
+use crate::kernel::{self, Activations, FORMS, Kernel};
 use crate::machine::heap::Heap;
 use crate::machine::workers::Team;
 
@@ -75,6 +75,14 @@ impl Cpu {
             partial: Default::default(),
             scratch,
         }
+    }
+
+    /// One that takes no scratch memory and computes nothing, and the heap that counts what is put onto it. Errors: the
+    /// system refuses a thread.
+    pub(crate) fn counting() -> Result<(Heap, Self)> {
+        let heap = Heap::plan();
+        let backend = Self::new(Arc::new(Team::new(&[0])?), kernel::best()).with(&heap, 0);
+        Ok((heap, backend))
     }
 
     /// Takes memory of `heap`, and scratch memory for batches of up to `max_rows` rows while it loads.

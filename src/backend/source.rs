@@ -2,7 +2,7 @@
 //! alone, where memory is only counted.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use half::bf16;
 use moebius_cache::Precision;
@@ -217,7 +217,7 @@ pub type Held = BTreeMap<String, Precision>;
 #[derive(Default)]
 pub struct Shapes {
     held: Held,
-    asked: RefCell<BTreeSet<String>>,
+    asked: RefCell<BTreeMap<String, [usize; 2]>>,
 }
 
 impl Shapes {
@@ -226,8 +226,8 @@ impl Shapes {
         Self { held, ..Self::default() }
     }
 
-    /// Those that were asked for as they are stored.
-    pub fn asked(self) -> BTreeSet<String> {
+    /// Names and shapes of the matrices that were asked for as they are stored.
+    pub fn asked(self) -> BTreeMap<String, [usize; 2]> {
         self.asked.into_inner()
     }
 }
@@ -235,11 +235,9 @@ impl Shapes {
 impl TensorSource for Shapes {
     fn stored(&self, name: &str, rows: usize, cols: usize) -> Result<LinearWeight<'_>> {
         let plain = self.matrix(name, rows, cols)?;
+        self.asked.borrow_mut().insert(name.into(), [rows, cols]);
         Ok(match self.held.get(name) {
-            Some(&precision) => {
-                self.asked.borrow_mut().insert(name.into());
-                LinearWeight::StoredShape(precision, [rows, cols])
-            }
+            Some(&precision) => LinearWeight::StoredShape(precision, [rows, cols]),
             None => plain.into(),
         })
     }

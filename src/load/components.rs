@@ -6,7 +6,6 @@ use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::rounding;
 
-use super::memory::stored_weights;
 use super::spec::Spec;
 use crate::model::ModelConfig;
 use crate::{Error, Result};
@@ -53,7 +52,7 @@ impl std::fmt::Display for Component {
 /// Errors: a tensor of an unknown type, or holding NaN.
 pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Component>> {
     let Spec { model, config, precision: ref experts, .. } = *spec;
-    let stored = stored_weights(spec)?;
+    let stored = spec.stored_weights()?;
     let mut found: BTreeMap<(String, String), Component> = BTreeMap::new();
     for (name, shape) in checkpoint.matrices() {
         let Some(role) = role(&name, model) else { continue };
@@ -77,7 +76,7 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
         if !is_router {
             let sensitive = component.role == "lm_head" || makes_keys_or_values(&name, &component.role, model);
             let bits = if sensitive { config.dense.of_sensitive() } else { config.dense };
-            let dense = || match stored.contains(&name) {
+            let dense = || match stored.contains_key(&name) {
                 true => source.held_by(),
                 false => bits.precision(shape[1]),
             };

@@ -43,12 +43,12 @@ impl Description {
         families::from_json(&self.config).map_err(|e| Error::Model(format!("{}: {e}", path.display())))
     }
 
-    /// What keeps the experts of `model`, whose weights need not be here.
+    /// What keeps the weights of `model`, which need not be here.
     pub fn kept(&self, model: &ModelConfig) -> Result<Kept> {
         let quantization = self.quantization()?;
         match Checkpoint::open_as(&self.dir, quantization.clone(), &families::gguf_names()) {
             Ok(checkpoint) => Ok(Kept::of(&families::named(model.clone(), &checkpoint), &checkpoint)),
-            Err(_) => Ok(Kept::announced(model, &quantization)),
+            Err(_) => Kept::announced(model, &quantization),
         }
     }
 

@@ -1,18 +1,17 @@
 //! What a model takes of the CPU's memory: its constructors are run on a heap that only counts.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::spec::Spec;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cpu::Cpu;
-use crate::config::{DenseBits, Device, EngineConfig};
+use crate::config::EngineConfig;
 use crate::experts::Epilogue;
 use crate::experts::cpu::Buffers;
 use crate::forward::Model;
 use crate::forward::kv_cache::{CacheSize, KvCache};
 use crate::forward::weights::Weights;
-use crate::kernel::{self, Kernel};
+use crate::kernel::Kernel;
 use crate::machine::heap::Heap;
 use crate::machine::workers::Team;
 use crate::{Error, Result};
@@ -72,23 +71,15 @@ pub(super) fn count_experts(
 
 /// Bytes of all weights but the routed experts. Errors: the precision does not fit the shape of one.
 pub(super) fn weight_bytes(spec: &Spec<'_>) -> Result<u64> {
-    let ((heap, backend), shapes) = (counting()?, spec.shapes());
+    let ((heap, backend), shapes) = (Cpu::counting()?, spec.shapes());
     Weights::load(&backend, &shapes, spec.model, spec.config.dense, &|_, _| Ok(()))?;
     Epilogue::load(&heap, &shapes, spec.model)?;
     Ok(heap.bytes())
 }
 
-/// Names of the dense weights that stay as they are stored. Errors: as [`weight_bytes`].
-pub(super) fn stored_weights(spec: &Spec<'_>) -> Result<BTreeSet<String>> {
-    let ((_, backend), shapes) = (counting()?, spec.shapes());
-    Weights::load(&backend, &shapes, spec.model, spec.config.dense, &|_, _| Ok(()))?;
-    let are_stored = spec.config.dense == DenseBits::Auto && !matches!(spec.config.device, Device::Cuda(_));
-    Ok(if are_stored { shapes.asked() } else { BTreeSet::new() })
-}
-
 /// Bytes of keys and values, and of recurrent state.
 pub(super) fn cache_bytes(spec: &Spec<'_>, size: CacheSize) -> Result<u64> {
-    let (heap, backend) = counting()?;
+    let (heap, backend) = Cpu::counting()?;
     KvCache::new(&backend, spec.model, size, spec.config.kv)?;
     Ok(heap.bytes())
 }
@@ -131,17 +122,11 @@ pub(super) fn count(flag: &str, bytes: u64, (what, one): (&str, u64), free: u64)
     Ok((bytes / one) as usize)
 }
 
-/// A CPU that takes no scratch memory and computes nothing, and the heap that counts what is put onto it.
-fn counting() -> Result<(Heap, Cpu)> {
-    let heap = Heap::plan();
-    let backend = Cpu::new(Arc::new(Team::new(&[0])?), kernel::best()).with(&heap, 0);
-    Ok((heap, backend))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::ExpertBits;
+    use crate::kernel;
     use crate::load::Kept;
     use crate::model::families;
 

@@ -1,15 +1,19 @@
 //! A model as it is to run: what it is, what the user chose, and which precision its routed experts get.
 
+use std::collections::BTreeMap;
+
 use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::codec::{Quantization, Source, kept_by_all};
 use moebius_cache::pack::{CodeType, ExpertKind, ExpertPrecision, GROUP_SIZES, Precisions, largest_group_size};
 
 use super::cache::cache_job;
+use crate::backend::cpu::Cpu;
 use crate::backend::source::{Held, Shapes};
 use crate::config::{CPU_BATCH_TOKENS, DenseBits, Device, EngineConfig, ExpertBits};
 use crate::experts::ExpertShape;
 use crate::forward::Limits;
+use crate::forward::weights::Weights;
 use crate::model::{ModelConfig, Share};
 use crate::{Error, Result};
 
@@ -54,12 +58,23 @@ impl Kept {
         Self { experts: kept_experts(model, checkpoint), dense: dense.filter_map(held).collect() }
     }
 
-    /// What will keep the experts of a checkpoint whose weights are not here yet. Of the others nobody says which ones
-    /// will be plain.
-    pub(super) fn announced(model: &ModelConfig, quantization: &Quantization) -> Self {
+    /// What will keep a checkpoint whose weights are not here yet, as its config says. Errors: its shapes fit into no
+    /// machine.
+    pub(super) fn announced(model: &ModelConfig, quantization: &Quantization) -> Result<Self> {
         let inputs = model.moe().map_or(vec![], |moe| vec![moe.expert_width(model.hidden_size), moe.intermediate_size]);
-        Self { experts: quantization.kept_by(&inputs).map(Precisions::from), ..Self::NOTHING }
+        let dense = dense_matrices(model)?.into_iter().filter_map(|(name, shape)| {
+            let held = quantization.holds(&name, shape)?;
+            Some((name, held))
+        });
+        Ok(Self { experts: quantization.kept_by(&inputs).map(Precisions::from), dense: dense.collect() })
     }
+}
+
+/// Names and shapes of the dense matrices that stay as they are stored where a precision holds that.
+fn dense_matrices(model: &ModelConfig) -> Result<BTreeMap<String, [usize; 2]>> {
+    let ((_, backend), shapes) = (Cpu::counting()?, Shapes::default());
+    Weights::load(&backend, &shapes, model, DenseBits::Bf16, &|_, _| Ok(()))?;
+    Ok(shapes.asked())
 }
 
 fn kept_experts(model: &ModelConfig, checkpoint: &Checkpoint) -> Option<Precisions> {
@@ -122,6 +137,16 @@ impl<'a> Spec<'a> {
     /// Shapes of the dense weights, and how they are stored.
     pub(super) fn shapes(&self) -> Shapes {
         Shapes::stored_as(self.kept.dense.clone())
+    }
+
+    /// The dense weights that stay as they are stored, and what holds them. Errors: shapes fit into no machine.
+    pub(super) fn stored_weights(&self) -> Result<Held> {
+        if self.config.dense != DenseBits::Auto || matches!(self.config.device, Device::Cuda(_)) {
+            return Ok(Held::new());
+        }
+        let (mut held, asked) = (self.kept.dense.clone(), dense_matrices(self.model)?);
+        held.retain(|name, _| asked.contains_key(name));
+        Ok(held)
     }
 
     /// The same on a GPU, which decodes dense weights.
@@ -289,7 +314,34 @@ fn within(budget: f64, steps: &[ExpertPrecision], kind: ExpertKind, layers: usiz
 
 #[cfg(test)]
 mod tests {
+    use moebius_cache::ScaleType;
+
     use super::*;
+    use crate::load::Description;
+    use crate::model::families;
+
+    #[test]
+    fn a_config_announces_what_its_checkpoint_holds() {
+        let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+        let mut seen: Vec<Precision> = Vec::new();
+        for dir in std::fs::read_dir(fixtures).unwrap().map(|entry| entry.unwrap().path()) {
+            let Ok(description) = Description::read(&dir) else { continue };
+            let Ok(model) = description.model() else { continue };
+            let quantization = Quantization::parse(&description.config).unwrap();
+            let announced = Kept::announced(&model, &quantization).unwrap().dense;
+            let Ok(checkpoint) = Checkpoint::open_as(&dir, quantization, &families::gguf_names()) else { continue };
+            let mut held = Kept::of(&model, &checkpoint).dense;
+            let asked = dense_matrices(&model).unwrap();
+            held.retain(|name, _| asked.contains_key(name));
+            seen.extend(held.values().next());
+            // The type of scales is the tensors' own.
+            let of_bf16 = |held: Held| -> Held {
+                held.into_iter().map(|(name, precision)| (name, precision.with_scales(ScaleType::Bf16))).collect()
+            };
+            assert_eq!(of_bf16(announced), of_bf16(held), "{}", dir.display());
+        }
+        assert!(seen.len() > 3, "{seen:?}");
+    }
 
     #[test]
     fn more_bits_go_where_they_pay_within_a_budget() {

@@ -28,6 +28,8 @@ pub(super) struct Reader {
     pub(super) check: fn(&Value) -> std::result::Result<(), String>,
     /// The precision that keeps weights of this config, whose rows have these lengths.
     pub(super) kept_by: fn(&Value, &[usize]) -> Option<Precision>,
+    /// The precision that holds exactly what a dense matrix of this name, with rows of this length, is in this config.
+    pub(super) holds: fn(&Value, &str, usize) -> Option<Precision>,
     /// Types of the elements of `NAME.weight`, or of the weights of all experts in one tensor.
     pub(super) dtype: fn(Dtype) -> bool,
     /// `NAME.tensor` holds the weights in the place of `NAME.weight`; empty: no such tensor.
@@ -46,6 +48,7 @@ impl Reader {
         methods: &[],
         check: |_| Ok(()),
         kept_by: |_, _| None,
+        holds: |_, _, _| None,
         dtype: |_| false,
         tensor: "",
         stack: "",

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::formats::{READERS, Reader};
-use crate::pack::{Precision, largest_group_size};
+use crate::pack::{MatrixLayout, Precision, largest_group_size};
 use crate::{Error, Result};
 
 /// What the tensors' own names, types and shapes do not tell.
@@ -73,6 +73,19 @@ impl Quantization {
         self.reader.and_then(|reader| (reader.kept_by)(&self.config, inputs))
     }
 
+    /// What [`Source::held_by`](super::Source::held_by) will say of the dense matrix `name`, of shape `[n, k]`, that is
+    /// not here yet, as far as the config tells.
+    pub fn holds(&self, name: &str, [n, k]: [usize; 2]) -> Option<Precision> {
+        let (reader, q, name) = (self.reader?, &self.config, name.strip_suffix(".weight")?);
+        // An output head is plain where nothing is said of it.
+        let is_head = matches!(name.rsplit('.').next(), Some("lm_head" | "head"));
+        let is_named = q["quantized_layers"].get(name).is_some() || flag(q, "lm_head", false);
+        if left_out(q).any(|of| is_about(of, name)) || is_head && !is_named {
+            return None;
+        }
+        (reader.holds)(q, name, k).filter(|&precision| MatrixLayout::new(n, k, precision).is_ok())
+    }
+
     /// Reads `quantization_config` of a whole config, or of its `text_config`.
     ///
     /// Errors: one clause that names the method, or the variant of one, that is not supported.
@@ -97,6 +110,34 @@ impl Quantization {
 fn given(config: &Value) -> Option<&Value> {
     let both = [Some(config), config.get("text_config")];
     both.into_iter().flatten().find_map(|config| config.get("quantization_config").filter(|q| !q.is_null()))
+}
+
+/// The layers that are not quantized, in the words of every library: names, patterns, of GPTQModel behind `-:`.
+fn left_out(q: &Value) -> impl Iterator<Item = &str> {
+    const LISTS: [&str; 4] = ["modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules"];
+    let dynamic = q["dynamic"].as_object().into_iter().flat_map(|all| all.keys());
+    let patterns = dynamic.filter(|pattern| pattern.starts_with("-:")).map(String::as_str);
+    LISTS.iter().flat_map(|list| strings(&q[*list])).chain(patterns)
+}
+
+/// Strings of a list.
+pub(super) fn strings(list: &Value) -> impl Iterator<Item = &str> {
+    list.as_array().into_iter().flatten().filter_map(Value::as_str)
+}
+
+/// Whether `pattern` is about the layer `name`: a regular expression behind `re:` that matches from its beginning on,
+/// or parts of the name, where `*` stands for anything.
+pub(super) fn is_about(pattern: &str, name: &str) -> bool {
+    /// Steps that a pattern may take: those of libraries take a few for each letter.
+    const STEPS: usize = 10_000;
+    if let Some(expression) = pattern.strip_prefix("re:").or(pattern.strip_prefix("-:")) {
+        let from_the_first = format!("^(?:{expression})");
+        let expression = fancy_regex::RegexBuilder::new(&from_the_first).backtrack_limit(STEPS).build();
+        return expression.is_ok_and(|expression| expression.is_match(name).unwrap_or(false));
+    }
+    let (name, pattern) = (format!(".{name}."), format!(".{pattern}."));
+    let found = pattern.split('*').try_fold(&name[..], |rest, part| Some(&rest[rest.find(part)? + part.len()..]));
+    found.is_some()
 }
 
 /// What is not supported.
@@ -146,6 +187,45 @@ mod tests {
 
     fn parse(q: Value) -> std::result::Result<Quantization, String> {
         Quantization::parse(&json!({ "quantization_config": q }))
+    }
+
+    #[test]
+    fn layers_are_left_out_in_the_words_of_every_library() {
+        let (name, dense) = ("model.layers.3.self_attn.q_proj", "model.layers.0.mlp.gate_proj");
+        for pattern in [
+            "model.layers.3",
+            "self_attn",
+            "self_attn.q_proj",
+            "model.layers.*.self_attn",
+            "model.layers.3.self_attn*",
+            "*.q_proj",
+            "re:.*self_attn.*",
+            r"re:model\.layers\.\d+\.(self|linear)_attn",
+            r"-:^(?!.*mlp).*$",
+        ] {
+            assert!(is_about(pattern, name) && !is_about(pattern, dense), "{pattern}");
+        }
+        for pattern in
+            ["model.layers.0.mlp.gate", "layers.30", "attn", "re:self_attn", "re:(", "re:((.*)*)*x\\1", "lm_head"]
+        {
+            assert!(!is_about(pattern, name) && !is_about(pattern, dense), "{pattern}");
+        }
+        assert!(is_about(r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", dense));
+
+        let held = |q: Value, name: &str| parse(q).unwrap().holds(&format!("{name}.weight"), [256, 256]);
+        let awq = json!({"quant_method": "awq", "bits": 4, "group_size": 64, "modules_to_not_convert": ["self_attn"]});
+        let uint4 = Precision::uint4(64).with_scales(ScaleType::F16);
+        assert_eq!([held(awq.clone(), name), held(awq.clone(), dense)], [None, Some(uint4)]);
+        assert_eq!(held(awq, "lm_head"), None);
+        let each = json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+            dense: {"quant_algo": "NVFP4"}, "lm_head": {"quant_algo": "MXFP8"}}});
+        let of_each = [name, dense, "lm_head"].map(|name| held(each.clone(), name));
+        assert_eq!(of_each, [None, Some(Precision::Nvfp4), Some(Precision::fp8(32))]);
+        let groups = json!({"quant_method": "compressed-tensors", "ignore": ["lm_head"], "config_groups": {
+            "a": {"targets": ["re:.*mlp.*"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}},
+            "b": {"targets": ["re:.*attn.*"], "weights": {"num_bits": 8, "type": "int", "symmetric": false}}}});
+        let of_groups = [name, dense, "lm_head"].map(|name| held(groups.clone(), name));
+        assert_eq!(of_groups, [None, Some(Precision::int4(32)), None]);
     }
 
     #[test]

@@ -21,6 +21,7 @@ pub(super) const READER: Reader = Reader {
         (bits, version) => refused(format!("awq of {bits} bits in the order `{version}`")),
     },
     kept_by,
+    holds: |q, _, k| kept_by(q, &[k]),
     tensor: "qweight",
     shape: |_, codes| match codes.shape {
         &[k, words] => Some([words.saturating_mul(8), k]),

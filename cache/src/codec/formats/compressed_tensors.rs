@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::{Format, Library, Reader, float, fp8, mxfp4, nvfp4};
 use crate::Result;
 use crate::checkpoint::{Dtype, TensorView};
-use crate::codec::quantization::{block, group_size, largest};
+use crate::codec::quantization::{block, group_size, is_about, largest, strings};
 use crate::codec::scales::{Scales, Words, group_index};
 use crate::codec::{Codec, Codes, Found, Integers, Read, Stored, Values};
 use crate::pack::Precision;
@@ -18,7 +18,14 @@ use crate::pack::Precision;
 pub(super) const READER: Reader = Reader {
     methods: &["compressed-tensors"],
     check: |q| Group::all(q).map(|_| ()),
-    kept_by,
+    kept_by: |q, inputs| Group::smallest(q)?.kept_by(inputs),
+    holds: |q, name, k| {
+        let group = Group::all(q).ok()?.into_iter().find(|group| group.is_about(name))?;
+        // Of 8 bits with zero points no codes are left: they are rounded.
+        let rounded = group.bits == 8 && !group.symmetric;
+        let fp8 = group.float && group.bits == 8;
+        if fp8 { fp8::held(group.block, false, &[k]) } else { group.kept_by(&[k]).filter(|_| !rounded) }
+    },
     tensor: "weight_packed",
     shape: |checkpoint, packed| match *packed.shape {
         [n, pairs] if packed.dtype == Dtype::U8 => Some([n, pairs.saturating_mul(2)]),
@@ -36,6 +43,7 @@ struct Group {
     symmetric: bool,
     size: Option<usize>, // inputs that share a scale
     block: [usize; 2],   // of FP8
+    targets: Vec<String>,
 }
 
 impl Group {
@@ -64,6 +72,7 @@ impl Group {
                 symmetric: weights["symmetric"].as_bool().unwrap_or(true) || kind == "float",
                 size: group_size(weights),
                 block: block(&weights["block_structure"])?,
+                targets: strings(&group["targets"]).map(String::from).collect(),
             });
         }
         // Those of weights are done; others would be ours to do.
@@ -82,23 +91,28 @@ impl Group {
     fn smallest(q: &Value) -> Option<Self> {
         Self::all(q).ok()?.into_iter().min_by_key(|group| group.bits)
     }
+
+    /// Whether a layer of this name is one of them: by its name, or because all linear ones are.
+    fn is_about(&self, name: &str) -> bool {
+        self.targets.iter().any(|target| target == "Linear" || is_about(target, name))
+    }
+
+    /// What keeps them, whose rows have these lengths.
+    fn kept_by(&self, inputs: &[usize]) -> Option<Precision> {
+        match (self.bits, self.symmetric) {
+            (4, _) if self.float => Some(if self.size == Some(16) { Precision::Nvfp4 } else { Precision::Mxfp4 }),
+            _ if self.float => fp8::kept(self.block, false, inputs),
+            (8, false) => Some(Precision::int8(32)), // no codes of 8 bits are left of these: they are rounded
+            (4, true) => largest(self.size, inputs).map(Precision::int4),
+            (4, false) => largest(self.size, inputs).map(Precision::uint4),
+            _ => largest(self.size, inputs).map(Precision::int8),
+        }
+    }
 }
 
 /// Rows and inputs that share a scale in FP8.
 pub(super) fn fp8_block(q: &Value) -> Option<[usize; 2]> {
     Group::all(q).ok()?.into_iter().find(|group| group.float && group.bits == 8).map(|group| group.block)
-}
-
-fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
-    let group = Group::smallest(q)?;
-    match (group.bits, group.symmetric) {
-        (4, _) if group.float => Some(if group.size == Some(16) { Precision::Nvfp4 } else { Precision::Mxfp4 }),
-        _ if group.float => fp8::kept(group.block, false, inputs),
-        (8, false) => Some(Precision::int8(32)), // no codes of 8 bits are left of these: they are rounded
-        (4, true) => largest(group.size, inputs).map(Precision::int4),
-        (4, false) => largest(group.size, inputs).map(Precision::uint4),
-        _ => largest(group.size, inputs).map(Precision::int8),
-    }
 }
 
 /// Codes packed into words, `NAME.weight_packed`.

@@ -4,6 +4,8 @@
 //! Source: DeepSeek-V3's `weight_dequant`; a weight is its value times the scale, whichever name (`weight_scale_inv`,
 //! `weight_scale`, `scale`) it has.
 
+use serde_json::Value;
+
 use super::{Format, Reader, compressed_tensors};
 use crate::Result;
 use crate::checkpoint::{Dtype, TensorView};
@@ -29,20 +31,34 @@ pub(super) const READER: Reader = Reader {
         if experts.iter().any(|experts| matches!(experts, Some("fp4" | "mxfp4"))) {
             return Some(Precision::Mxfp4);
         }
-        kept(block(&q["weight_block_size"]).ok()?, q["scale_fmt"].as_str() == Some("ue8m0"), inputs)
+        let (block, powers) = blocks(q)?;
+        kept(block, powers, inputs)
+    },
+    holds: |q, name, k| {
+        let (block, powers) = blocks(q)?;
+        // In all of DeepSeek's they are plain.
+        held(block, powers, &[k]).filter(|_| !name.ends_with("indexer.weights_proj"))
     },
     dtype: |dtype| dtype == Dtype::F8E4M3,
     read,
     ..Reader::NONE
 };
 
+/// Blocks of a config, and whether it says that their scales are powers of two.
+fn blocks(q: &Value) -> Option<([usize; 2], bool)> {
+    Some((block(&q["weight_block_size"]).ok()?, q["scale_fmt"].as_str() == Some("ue8m0")))
+}
+
 /// What keeps blocks of this size; whether scales are powers of two the types of tensors say, and maybe the config.
 pub(super) fn kept(block: [usize; 2], powers: bool, inputs: &[usize]) -> Option<Precision> {
+    held(block, powers, inputs).or_else(|| largest_group_size(inputs).map(Precision::int8))
+}
+
+/// What holds them exactly.
+pub(super) fn held(block: [usize; 2], powers: bool, inputs: &[usize]) -> Option<Precision> {
     let scales = if powers { ScaleType::Bf16 } else { ScaleType::F32 };
-    match largest_group_size(&[&[block[1]], inputs].concat()) {
-        Some(group) => Some(Precision::fp8(group).with_scales(scales)),
-        None => largest_group_size(inputs).map(Precision::int8),
-    }
+    let group = largest_group_size(&[&[block[1]], inputs].concat())?;
+    Some(Precision::fp8(group).with_scales(scales))
 }
 
 /// A matrix `[n, k]`; `block` rows and inputs share a scale. Blocks begin anew every `part` rows.

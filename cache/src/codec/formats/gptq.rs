@@ -25,6 +25,11 @@ pub(super) const READER: Reader = Reader {
         (bits, _) => refused(format!("gptq of {bits} bits")),
     },
     kept_by,
+    holds: |q, _, k| match (bits(q), flag(q, "sym", false)) {
+        _ if out_of_order(q) => None,
+        (8, false) => None,
+        _ => kept_by(q, &[k]),
+    },
     tensor: "qweight",
     shape: |checkpoint, codes| match codes.shape {
         &[words, n] => Some([n, words.saturating_mul(32) / bits(checkpoint.quantization().config())]),

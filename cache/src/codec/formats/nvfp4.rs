@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::{Format, Reader, float};
 use crate::Result;
 use crate::checkpoint::Dtype;
-use crate::codec::quantization::refused;
+use crate::codec::quantization::{is_about, refused};
 use crate::codec::{Blocked, Codec, Found, Read, Stored};
 use crate::pack::{Blocks, DOUBLED_E2M1, Precision, largest_group_size};
 
@@ -21,11 +21,11 @@ pub(super) const READER: Reader = Reader {
     kept_by: |q, inputs| {
         let mut all = kinds(q);
         let of_experts = all.clone().find(|(layer, _)| layer.contains(".experts"));
-        match of_experts.or_else(|| all.next())?.1 {
-            "NVFP4" | "W4A16_NVFP4" => Some(Precision::Nvfp4),
-            "MXFP8" => Some(Precision::fp8(32)),
-            _ => largest_group_size(inputs).map(|group| Precision::fp8(group).with_scales(crate::ScaleType::F32)),
-        }
+        kept(of_experts.or_else(|| all.next())?.1, inputs)
+    },
+    holds: |q, name, k| {
+        let (_, kind) = kinds(q).find(|(layer, _)| layer.is_empty() || is_about(layer, name))?;
+        kept(kind, &[k])
     },
     ..Reader::NONE
 };
@@ -38,6 +38,15 @@ fn kinds(q: &Value) -> impl Iterator<Item = (&str, &str)> + Clone {
     let kinds = each.into_iter().flatten();
     let kinds = kinds.map(|(layer, says)| (layer.as_str(), says["quant_algo"].as_str().unwrap_or("unknown")));
     kinds.chain(each.is_none().then_some(("", one)))
+}
+
+/// What keeps weights of a kind, whose rows have these lengths.
+fn kept(kind: &str, inputs: &[usize]) -> Option<Precision> {
+    match kind {
+        "NVFP4" | "W4A16_NVFP4" => Some(Precision::Nvfp4),
+        "MXFP8" => Some(Precision::fp8(32)),
+        _ => largest_group_size(inputs).map(|group| Precision::fp8(group).with_scales(crate::ScaleType::F32)),
+    }
 }
 
 /// What is done to activations is no matter of ours.
