@@ -101,6 +101,9 @@ impl Kernel for Reader {
     fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
         self.inner.quantize(x, group, codes, scales, sums);
     }
+    fn remainder(&self, x: &[f32], codes: &[i8], scales: &[f32], out: &mut [f32]) {
+        self.inner.remainder(x, codes, scales, out);
+    }
     fn split_words(&self) -> usize {
         self.inner.split_words()
     }

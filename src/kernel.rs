@@ -223,6 +223,11 @@ pub trait Kernel: Send + Sync {
     /// becomes zeros; one that is not finite keeps a scale that is not finite.
     fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
 
+    /// What rounding to codes left: `out = x - code * scale`.
+    ///
+    /// Shapes: `x`, `codes` and `out` `[n]`, `scales` [n / group].
+    fn remainder(&self, x: &[f32], codes: &[i8], scales: &[f32], out: &mut [f32]);
+
     /// Rows of codes whose sum a row of activations is, next to integer weights: 1 or 2.
     fn code_rows(&self) -> usize {
         1

@@ -190,21 +190,44 @@ impl ActivationsMut<'_> {
             }
             return;
         }
-        let (mut codes, mut left) = ([0; 128], [0.0; 128]);
-        let (codes, left) = (&mut codes[..self.group], &mut left[..self.group]);
-        for (g, x) in x.chunks_exact(self.group).enumerate() {
-            let (mut scale, mut sum) = ([0.0], [0]);
-            kernel.quantize(x, self.group, codes, &mut scale, &mut sum);
+        // Several groups at a time: a call for each would cost as much as its work, and in decode one core does this
+        // while the others wait.
+        const INPUTS: usize = 512;
+        let (mut codes, mut left) = ([0; INPUTS], [0.0; INPUTS]);
+        let (mut scales, mut sums) = ([0.0; INPUTS / 16], [0; INPUTS / 16]);
+        let of_half = |half: usize| rows.clone().map(move |row| row * self.code_rows + half);
+        for (i, x) in x.chunks(INPUTS).enumerate() {
+            let (first, groups) = (i * INPUTS / self.group, x.len() / self.group);
+            let (codes, left) = (&mut codes[..x.len()], &mut left[..x.len()]);
+            let (scales, sums) = (&mut scales[..groups], &mut sums[..groups]);
+            kernel.quantize(x, self.group, codes, scales, sums);
             // SAFETY: as promised by the caller.
-            unsafe { self.put_codes(g, rows.clone().map(|row| row * self.code_rows), codes, (scale[0], sum[0])) };
+            unsafe { self.put_groups(first, of_half(0), codes, scales, sums) };
             if self.code_rows == 2 {
-                for ((left, code), x) in left.iter_mut().zip(&*codes).zip(x) {
-                    *left = x - f32::from(*code) * scale[0];
-                }
-                kernel.quantize(left, self.group, codes, &mut scale, &mut sum);
+                kernel.remainder(x, codes, scales, left);
+                kernel.quantize(left, self.group, codes, scales, sums);
                 // SAFETY: as promised by the caller.
-                unsafe { self.put_codes(g, rows.clone().map(|row| row * 2 + 1), codes, (scale[0], sum[0])) };
+                unsafe { self.put_groups(first, of_half(1), codes, scales, sums) };
             }
+        }
+    }
+
+    /// Writes groups from one on to each of these rows of codes.
+    ///
+    /// # Safety
+    /// As of [`put`](Self::put).
+    #[inline(always)]
+    unsafe fn put_groups(
+        &self,
+        first: usize,
+        rows: impl Iterator<Item = usize> + Clone,
+        codes: &[i8],
+        scales: &[f32],
+        sums: &[i32],
+    ) {
+        for (i, codes) in codes.chunks_exact(self.group).enumerate() {
+            // SAFETY: as promised by the caller.
+            unsafe { self.put_codes(first + i, rows.clone(), codes, (scales[i], sums[i])) };
         }
     }
 

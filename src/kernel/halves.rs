@@ -18,8 +18,43 @@ struct Halves(&'static dyn Kernel);
 /// Sums of both rows at a time: 16 KiB, which stay in L1.
 const SUMS: usize = 4096;
 
-/// Rows of codes at a time, so that there is room for two tiles.
-const ROWS: usize = SUMS / TILE_ROWS / 2;
+/// Those of a token and a few tiles, as decode has them: it takes longer to clear the others than to make these.
+const FEW_SUMS: usize = 512;
+
+impl Halves {
+    /// [`Kernel::matmul`] of codes, with room for so many sums at a time.
+    fn add_halves(
+        &self,
+        layout: &MatrixLayout,
+        tiles: &Tiles<'_>,
+        x: &ActivationRows<'_>,
+        start: Start,
+        out: &mut [f32],
+        sums: &mut [f32],
+    ) {
+        let count = out.len() / x.len() / TILE_ROWS;
+        // So many that there is room for two tiles.
+        let tokens = sums.len() / TILE_ROWS / 4;
+        for token in (0..x.len()).step_by(tokens) {
+            let rows = x.part(token, (x.len() - token).min(tokens)).code_rows();
+            let run = sums.len() / TILE_ROWS / rows.len();
+            for first in (0..count).step_by(run) {
+                let some = first..count.min(first + run);
+                let width = some.len() * TILE_ROWS;
+                let sums = &mut sums[..rows.len() * width];
+                self.0.matmul(layout, &tiles.part(layout, some), &rows, Start::Zero, sums);
+                for (t, sums) in (token..).zip(sums.chunks_exact(2 * width)) {
+                    let (high, low) = sums.split_at(width);
+                    let out = &mut out[(t * count + first) * TILE_ROWS..][..width];
+                    for ((out, high), low) in out.iter_mut().zip(high).zip(low) {
+                        let sum = high + low;
+                        *out = if start == Start::Out { *out + sum } else { sum };
+                    }
+                }
+            }
+        }
+    }
+}
 
 macro_rules! as_before {
     ($(fn $name:ident(&self $(, $arg:ident: $type:ty)*) $(-> $result:ty)?;)*) => {
@@ -38,30 +73,17 @@ impl Kernel for Halves {
         if !x.are_codes() {
             return self.0.matmul(layout, tiles, x, start, out);
         }
-        let (count, mut sums) = (x.check(self, layout, tiles, out), [0.0; SUMS]);
-        for token in (0..x.len()).step_by(ROWS / 2) {
-            let rows = x.part(token, (x.len() - token).min(ROWS / 2)).code_rows();
-            let run = SUMS / TILE_ROWS / rows.len();
-            for first in (0..count).step_by(run) {
-                let some = first..count.min(first + run);
-                let width = some.len() * TILE_ROWS;
-                let sums = &mut sums[..rows.len() * width];
-                self.0.matmul(layout, &tiles.part(layout, some), &rows, Start::Zero, sums);
-                for (t, sums) in (token..).zip(sums.chunks_exact(2 * width)) {
-                    let (high, low) = sums.split_at(width);
-                    let out = &mut out[(t * count + first) * TILE_ROWS..][..width];
-                    for ((out, high), low) in out.iter_mut().zip(high).zip(low) {
-                        let sum = high + low;
-                        *out = if start == Start::Out { *out + sum } else { sum };
-                    }
-                }
-            }
+        x.check(self, layout, tiles, out);
+        match 2 * out.len() <= FEW_SUMS {
+            true => self.add_halves(layout, tiles, x, start, out, &mut [0.0; FEW_SUMS]),
+            false => self.add_halves(layout, tiles, x, start, out, &mut [0.0; SUMS]),
         }
     }
 
     as_before! {
         fn simd(&self) -> Simd;
         fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
+        fn remainder(&self, x: &[f32], codes: &[i8], scales: &[f32], out: &mut [f32]);
         fn split_words(&self) -> usize;
         fn split(&self, x: &[f32], out: &mut [f32]);
         fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]);

@@ -23,6 +23,10 @@ impl Kernel for Scalar {
         shared::quantize(x, group, codes, scales, sums);
     }
 
+    fn remainder(&self, x: &[f32], codes: &[i8], scales: &[f32], out: &mut [f32]) {
+        shared::remainder(x, codes, scales, out);
+    }
+
     fn split_words(&self) -> usize {
         2 * BF16_INPUTS
     }

@@ -66,6 +66,19 @@ pub(super) fn quantize(x: &[f32], group: usize, codes: &mut [i8], scales: &mut [
     }
 }
 
+/// [`super::Kernel::remainder`]
+#[inline(always)]
+pub(super) fn remainder(x: &[f32], codes: &[i8], scales: &[f32], out: &mut [f32]) {
+    assert!(x.len() == codes.len() && x.len() == out.len() && x.len().is_multiple_of(scales.len()));
+    let group = x.len() / scales.len();
+    let groups = x.chunks_exact(group).zip(codes.chunks_exact(group)).zip(out.chunks_exact_mut(group));
+    for (((x, codes), out), scale) in groups.zip(scales) {
+        for ((out, code), x) in out.iter_mut().zip(codes).zip(x) {
+            *out = x - f32::from(*code) * scale;
+        }
+    }
+}
+
 /// [`super::Kernel::split`] for kernels that broadcast single inputs: of 32 inputs the high parts, then the low ones,
 /// as f32.
 #[inline(always)]
@@ -341,6 +354,7 @@ macro_rules! elementwise {
     ($features:literal) => {
         $crate::kernel::shared::elementwise! { $features;
             fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
+            fn remainder(&self, x: &[f32], codes: &[i8], scales: &[f32], out: &mut [f32]);
             fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
             fn clamped_swiglu(&self, gate: &[f32], up: &[f32], limit: f32, alpha: f32, out: &mut [f32]);
             fn clamped_silu_mul(&self, gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]);
