@@ -364,6 +364,29 @@ fn experts_with_gate_and_up_in_one_tensor_beside_delta_rules() {
     }
 }
 
+/// Projections that are cut or joined while they are read: rows of gated DeltaNet, whose value heads a file may have
+/// tiled, of KDA, and of Mamba-2.
+#[test]
+fn dense_weights_in_parts_stay_as_they_are_stored() {
+    let Some(python) = python() else { return };
+    for (name, how) in [
+        ("qwen3_next", [].as_slice()),
+        ("qwen3_next", &["--old"]),
+        ("qwen3_5_moe", &[]),
+        ("kimi_linear", &[]),
+        ("granitemoehybrid", &[]),
+    ] {
+        let (dir, fixture) = (TempDir::new().unwrap(), Fixture::open(name));
+        let (file, _) = model(&python, &dir, name, "Q8_0", how);
+        let resolved = hub::resolve(file.to_str().unwrap(), &cache_dir()).unwrap();
+        let exact = EngineConfig { device: Device::Cpu, ..exact() };
+        let stored = EngineConfig { dense: DenseBits::Auto, ..exact.clone() };
+        let [(want, _), (got, _)] = [&exact, &stored].map(|config| logits(&resolved, &fixture, config));
+        let error = typical_error(&got, &want, fixture.tokens("mid.input_ids").len());
+        assert!(error > 0.0 && error < 0.06, "{name} {how:?}: dense weights as they are, off by {error}");
+    }
+}
+
 #[test]
 fn a_split_model_is_one_model() {
     let Some(python) = python() else { return };

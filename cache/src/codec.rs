@@ -114,16 +114,29 @@ enum Codec<'a> {
 }
 
 /// Which rows of what is stored are those of the matrix.
-#[derive(Clone, Copy)]
 enum Rows {
     /// From one on, each so many after the one before.
     From { first: usize, step: usize },
     /// Pairs within heads of this width, where the matrix has halves.
     Pairs { head: usize },
+    /// These.
+    Listed(Vec<usize>),
 }
 
 impl Rows {
     const ALL: Self = Self::From { first: 0, step: 1 };
+
+    /// Where row `i` of the matrix is.
+    fn stored(&self, i: usize) -> usize {
+        match self {
+            Self::From { first, step } => first + i * step,
+            Self::Pairs { head } => {
+                let (within, half) = (i % head, head / 2);
+                i - within + within % half * 2 + within / half
+            }
+            Self::Listed(rows) => rows[i],
+        }
+    }
 }
 
 /// What a format's file makes of tensors, before it has a name.
@@ -169,6 +182,14 @@ impl Checkpoint {
 }
 
 impl<'a> Source<'a> {
+    /// These of its rows, in this order. Panics: one is beyond the last (a bug).
+    pub fn rows_by(self, order: &[usize]) -> Self {
+        let [n, k] = self.shape;
+        assert!(order.iter().all(|&row| row < n), "rows");
+        let rows = Rows::Listed(order.iter().map(|&row| self.rows.stored(row)).collect());
+        Self { shape: [order.len(), k], rows, ..self }
+    }
+
     /// Its name, the one it was asked for by.
     pub fn name(&self) -> &str {
         &self.name
@@ -330,10 +351,12 @@ impl<'a> Source<'a> {
         }
         let mut row = Blocks::default();
         row.resize(&layout(1), 1);
-        self.runs(first, count, |at, to, _| {
-            codec.rows(at, &mut row)?;
-            out.set(to, &row);
-            Ok(())
+        self.runs(first, count, |at, to, count| {
+            (0..count).try_for_each(|i| {
+                codec.rows(at + i, &mut row)?;
+                out.set(to + i, &row);
+                Ok(())
+            })
         })
     }
 
@@ -347,15 +370,15 @@ impl<'a> Source<'a> {
 
     /// Calls `read(stored row, row from 0, count)` for runs of rows that lie one after the other.
     fn runs(&self, first: usize, count: usize, mut read: impl FnMut(usize, usize, usize) -> Read) -> Read {
-        match self.rows {
-            Rows::From { first: start, step: 1 } => read(start + first, 0, count),
-            Rows::From { first: start, step } => (0..count).try_for_each(|i| read(start + (first + i) * step, i, 1)),
-            Rows::Pairs { head } => (0..count).try_for_each(|i| {
-                let (row, half) = (first + i, head / 2);
-                let (base, within) = (row / head * head, row % head);
-                read(base + within % half * 2 + within / half, i, 1)
-            }),
+        let mut done = 0;
+        while done < count {
+            let stored = |i: usize| self.rows.stored(first + done + i);
+            let start = stored(0);
+            let len = (1..count - done).take_while(|&i| stored(i) == start + i).count() + 1;
+            read(start, done, len)?;
+            done += len;
         }
+        Ok(())
     }
 
     /// XXH3 of its bytes: of a single part's as they lie, of several that of their hashes.

@@ -78,10 +78,20 @@ pub trait Load: Memory {
     ) -> Result<Self::Linear>;
     /// Takes over the rows of `groups` weights of one shape, one after the other, in the given precision. Errors: as
     /// [`Load::load_linear`].
-    fn load_groups(&self, groups: usize, weight: HostTensor<'_>, bits: DenseBits) -> Result<Self::Groups>;
+    fn load_groups<'a>(
+        &self,
+        groups: usize,
+        weight: impl Into<LinearWeight<'a>>,
+        bits: DenseBits,
+    ) -> Result<Self::Groups>;
     /// Takes over `kv_b_proj`, `[heads * (nope + v), rank]`, kept at 16 bits: of each head first the rows that make a
     /// key of a latent, then those that make a value.
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<Self::LatentUp>;
+    /// Whether gated DeltaNet can give value heads in the order of a file that has them tiled, which a configuration
+    /// with `tiled` asks for, so that the columns of its last projection may stay where they are.
+    fn gives_tiled_heads(&self) -> bool {
+        false
+    }
     /// Takes over the weights of gated DeltaNet other than its projections.
     fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule<'_>) -> Result<Self::DeltaNet>;
     /// Takes over norm weights, `[n]`.

@@ -8,6 +8,7 @@ use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::checkpoint::{Checkpoint, Dtype, Table};
 use moebius_cache::codec::Source;
+use moebius_cache::pack::TILE_ROWS;
 use rayon::prelude::*;
 
 use super::tensor::HostTensor;
@@ -51,8 +52,9 @@ impl Rows for AnyRow {
 pub enum LinearWeight<'a> {
     /// Plain numbers.
     Plain(HostTensor<'a>),
-    /// Codes and scales that a precision holds as they are.
-    Stored(Precision, Source<'a>),
+    /// Codes and scales that a precision holds as they are, of matrices one below the other: rows of all but the last
+    /// fill tiles.
+    Stored(Precision, Vec<Source<'a>>),
     /// As many of those: memory is only counted.
     StoredShape(Precision, [usize; 2]),
 }
@@ -68,16 +70,71 @@ impl<'a> LinearWeight<'a> {
     pub fn shape(&self) -> [usize; 2] {
         match self {
             Self::Plain(plain) => [plain.rows(), plain.cols()],
-            Self::Stored(_, source) => source.shape(),
+            Self::Stored(_, sources) => [sources.iter().map(|source| source.shape()[0]).sum(), sources[0].shape()[1]],
             Self::StoredShape(_, shape) => *shape,
         }
+    }
+
+    /// These of its rows, in this order.
+    pub(crate) fn rows_by(self, order: &[usize]) -> LinearWeight<'a> {
+        match self {
+            Self::Plain(plain) => plain.rows_by(order).into(),
+            Self::Stored(precision, sources) => {
+                let mut sources = sources.into_iter();
+                let (Some(source), None) = (sources.next(), sources.next()) else { panic!("rows of one matrix") };
+                Self::Stored(precision, vec![source.rows_by(order)])
+            }
+            Self::StoredShape(precision, [_, k]) => Self::StoredShape(precision, [order.len(), k]),
+        }
+    }
+
+    /// The rows `[from, to)` of each of `heads` equal parts.
+    pub(crate) fn head_rows(self, heads: usize, from: usize, to: usize) -> LinearWeight<'a> {
+        let part = self.shape()[0] / heads;
+        match self {
+            Self::Plain(plain) => plain.head_rows(heads, from, to).into(),
+            stored => {
+                stored.rows_by(&(0..heads).flat_map(|head| head * part + from..head * part + to).collect::<Vec<_>>())
+            }
+        }
+    }
+
+    /// What holds it as it is stored.
+    pub(crate) fn held(&self) -> Option<Precision> {
+        match self {
+            Self::Plain(_) => None,
+            Self::Stored(precision, _) | Self::StoredShape(precision, _) => Some(*precision),
+        }
+    }
+
+    /// The rows of several, one after the other, as they are stored where one precision holds all and parts fill whole
+    /// tiles. Errors: as [`LinearWeight::plain`].
+    pub(crate) fn stacked<const N: usize>(parts: [LinearWeight<'a>; N]) -> Result<LinearWeight<'a>> {
+        let held = parts[0].held().filter(|held| parts.iter().all(|part| part.held() == Some(*held)));
+        let whole = parts[..N - 1].iter().all(|part| part.shape()[0].is_multiple_of(TILE_ROWS));
+        let Some(precision) = held.filter(|_| whole) else {
+            let plain = parts.into_iter().map(Self::plain).collect::<Result<Vec<_>>>()?;
+            return Ok(HostTensor::stacked(&plain).into());
+        };
+        let shape = [parts.iter().map(|part| part.shape()[0]).sum(), parts[0].shape()[1]];
+        let mut sources = Vec::new();
+        for part in parts {
+            match part {
+                Self::Stored(_, of) => sources.extend(of),
+                _ => return Ok(Self::StoredShape(precision, shape)),
+            }
+        }
+        Ok(Self::Stored(precision, sources))
     }
 
     /// What it stands for. Errors: as [`TensorSource::matrix`].
     pub fn plain(self) -> Result<HostTensor<'a>> {
         match self {
             Self::Plain(plain) => Ok(plain),
-            Self::Stored(_, source) => decoded(&source),
+            Self::Stored(_, sources) => match &sources[..] {
+                [source] => decoded(source),
+                several => Ok(HostTensor::stacked(&several.iter().map(decoded).collect::<Result<Vec<_>>>()?)),
+            },
             Self::StoredShape(_, [rows, cols]) => Ok(HostTensor::Shape { rows, cols }),
         }
     }
@@ -141,7 +198,7 @@ impl TensorSource for Checkpoint {
     fn stored(&self, name: &str, rows: usize, cols: usize) -> Result<LinearWeight<'_>> {
         let source = self.source(name, [rows, cols])?;
         match source.held_by() {
-            Some(precision) => Ok(LinearWeight::Stored(precision, source)),
+            Some(precision) => Ok(LinearWeight::Stored(precision, vec![source])),
             None => self.matrix(name, rows, cols).map(LinearWeight::Plain),
         }
     }

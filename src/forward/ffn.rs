@@ -150,9 +150,9 @@ impl<B: Backend> MlpWeights<B> {
         let [gate, up, down] = loader.model.names.mlp_projections.map(|which| format!("{name}.{which}"));
         if gate == up && mlp.activation.is_gated() {
             // One tensor has the rows of gate, then those of up.
-            let both = loader.source.matrix(&format!("{up}.weight"), 2 * width, hidden)?;
             let half = |i: usize| {
-                let rows = loader.cut(both.head_rows(1, i * width, (i + 1) * width), Cut::Width);
+                let both = loader.source.stored(&format!("{up}.weight"), 2 * width, hidden)?;
+                let rows = loader.cut_stored(both.head_rows(1, i * width, (i + 1) * width), Cut::Width)?;
                 loader.backend.load_linear(rows, None, loader.bits)
             };
             return Ok(Self {

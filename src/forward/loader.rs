@@ -1,7 +1,7 @@
 //! Named tensors of a checkpoint onto a backend, checked for shape and finite values.
 
 use crate::backend::Backend;
-use crate::backend::source::TensorSource;
+use crate::backend::source::{LinearWeight, TensorSource};
 use crate::backend::tensor::HostTensor;
 use crate::config::DenseBits;
 use crate::model::{ModelConfig, Share};
@@ -52,10 +52,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// A rank's part of the projection `name`, `[n, k]`, and of its bias `[n]`.
     pub(super) fn cut_linear(&self, name: &str, (n, k): (usize, usize), cut: Cut, bias: bool) -> Result<B::Linear> {
         let weight = format!("{name}.weight");
-        let weight = match self.share.is_whole() {
-            true => self.source.stored(&weight, n, k)?,
-            false => self.cut(self.source.matrix(&weight, n, k)?, cut).into(),
-        };
+        let weight = self.cut_stored(self.source.stored(&weight, n, k)?, cut)?;
         let is_sum = matches!(cut, Cut::OfHeads(_) | Cut::OfWidth);
         let bias = match (bias, is_sum) {
             (false, _) => None,
@@ -64,6 +61,15 @@ impl<'a, B: Backend> Loader<'a, B> {
             (true, false) => Some(self.cut(self.source.vector(&format!("{name}.bias"), n)?, cut)),
         };
         self.backend.load_linear(weight, bias, self.bits)
+    }
+
+    /// A rank's part of a matrix to multiply with, which stays as it is stored where there is one rank. Errors: as
+    /// [`TensorSource::matrix`].
+    pub(super) fn cut_stored<'b>(&self, all: LinearWeight<'b>, cut: Cut) -> Result<LinearWeight<'b>> {
+        Ok(match self.share.is_whole() {
+            true => all,
+            false => self.cut(all.plain()?, cut).into(),
+        })
     }
 
     /// A rank's part of a matrix.

@@ -49,11 +49,20 @@ impl Cpu {
     }
 
     /// Packed weights of equal `heads`, from the rows of all.
-    fn heads(&self, heads: usize, weight: HostTensor<'_>, precision: Precision) -> Result<Heads> {
-        let layout = MatrixLayout::new(weight.rows() / heads, weight.cols(), precision)?;
+    fn heads(&self, heads: usize, weight: LinearWeight<'_>, precision: Precision) -> Result<Heads> {
+        let [n, k] = weight.shape();
+        let layout = MatrixLayout::new(n / heads, k, precision)?;
         let mut tiles = self.tiles(heads, &layout)?;
-        for (head, tiles) in tiles.chunks_exact_mut(layout.tiles() * layout.tile_bytes()).enumerate() {
-            pack(&layout, &weight, head * layout.n, tiles);
+        match weight {
+            LinearWeight::Stored(held, sources) if held == precision && layout.n.is_multiple_of(TILE_ROWS) => {
+                pack_stored(&layout, &sources, &mut tiles)?;
+            }
+            weight => {
+                let weight = weight.plain()?;
+                for (head, tiles) in tiles.chunks_exact_mut(layout.tiles() * layout.tile_bytes()).enumerate() {
+                    pack(&layout, &weight, head * layout.n, tiles);
+                }
+            }
         }
         self.reserve(|scratch, heap| {
             scratch.values.reserve(heap, &[RESULTS])?;
@@ -63,8 +72,12 @@ impl Cpu {
     }
 }
 
-/// How a weight with rows of `k` inputs is stored. Errors: they cannot be cut into groups.
-fn precision(bits: DenseBits, k: usize) -> Result<Precision> {
+/// How a weight is stored. Errors: its rows cannot be cut into groups.
+fn precision(bits: DenseBits, weight: &LinearWeight<'_>) -> Result<Precision> {
+    if let (DenseBits::Auto, LinearWeight::Stored(held, _) | LinearWeight::StoredShape(held, _)) = (bits, weight) {
+        return Ok(*held);
+    }
+    let [_, k] = weight.shape();
     let why = || format!("a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16");
     bits.precision(k).ok_or_else(|| Error::Invalid(why()))
 }
@@ -86,12 +99,17 @@ fn pack(layout: &MatrixLayout, weight: &HostTensor<'_>, first: usize, tiles: &mu
     });
 }
 
-/// Packs codes and scales as they are, on all cores. Errors: one is NaN or infinite.
-fn pack_stored(layout: &MatrixLayout, source: &Source<'_>, tiles: &mut [u8]) -> Result<()> {
-    tiles
-        .par_chunks_mut(layout.tile_bytes())
-        .enumerate()
-        .try_for_each_init(Tiles::default, |packer, (i, tile)| Ok(packer.pack(layout, source, i, tile)?))
+/// Packs codes and scales of matrices, one below the other, as they are, on all cores. Errors: one is NaN or infinite.
+fn pack_stored(layout: &MatrixLayout, sources: &[Source<'_>], mut tiles: &mut [u8]) -> Result<()> {
+    for source in sources {
+        let layout = MatrixLayout { n: source.shape()[0], ..*layout };
+        let (own, rest) = tiles.split_at_mut(layout.bytes());
+        own.par_chunks_mut(layout.tile_bytes())
+            .enumerate()
+            .try_for_each_init(Tiles::default, |packer, (i, tile)| packer.pack(&layout, source, i, tile))?;
+        tiles = rest;
+    }
+    Ok(())
 }
 
 /// Packed weights `[heads, n, k]`, each head with tiles of its own.
@@ -168,14 +186,11 @@ impl Load for Cpu {
     ) -> Result<Linear> {
         let weight = weight.into();
         let [n, k] = weight.shape();
-        let precision = match (bits, &weight) {
-            (DenseBits::Auto, LinearWeight::Stored(held, _) | LinearWeight::StoredShape(held, _)) => *held,
-            _ => precision(bits, k)?,
-        };
+        let precision = precision(bits, &weight)?;
         let layout = MatrixLayout::new(n, k, precision)?;
         let mut tiles = self.tiles(1, &layout)?;
         match weight {
-            LinearWeight::Stored(held, source) if held == precision => pack_stored(&layout, &source, &mut tiles)?,
+            LinearWeight::Stored(held, sources) if held == precision => pack_stored(&layout, &sources, &mut tiles)?,
             weight => pack(&layout, &weight.plain()?, 0, &mut tiles),
         }
         if self.max_rows > 0 {
@@ -186,17 +201,22 @@ impl Load for Cpu {
         Ok(Linear { layout, tiles, bias: bias.map(|bias| bias.keep(&self.heap)) })
     }
 
-    fn load_groups(&self, groups: usize, weight: HostTensor<'_>, bits: DenseBits) -> Result<Heads> {
-        let precision = precision(bits, weight.cols())?;
+    fn load_groups<'a>(&self, groups: usize, weight: impl Into<LinearWeight<'a>>, bits: DenseBits) -> Result<Heads> {
+        let weight = weight.into();
+        let precision = precision(bits, &weight)?;
         self.heads(groups, weight, precision)
+    }
+
+    fn gives_tiled_heads(&self) -> bool {
+        true
     }
 
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<LatentUp> {
         let (heads, nope) = (config.num_heads, config.qk_nope_head_dim);
         Ok(LatentUp {
             config: config.clone(),
-            key: self.heads(heads, kv_b.head_rows(heads, 0, nope).transpose_heads(heads), Precision::Bf16)?,
-            value: self.heads(heads, kv_b.head_rows(heads, nope, nope + config.v_head_dim), Precision::Bf16)?,
+            key: self.heads(heads, kv_b.head_rows(heads, 0, nope).transpose_heads(heads).into(), Precision::Bf16)?,
+            value: self.heads(heads, kv_b.head_rows(heads, nope, nope + config.v_head_dim).into(), Precision::Bf16)?,
         })
     }
 

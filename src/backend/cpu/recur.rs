@@ -310,7 +310,8 @@ impl Op<'_> {
                 let state = unsafe { self.heads.slice_mut(at..at + dim * width) };
                 kernel.delta_step(state, &DeltaToken { q, k, v, decay: decays, beta }, read);
                 kernel.rms_norm(read, &w.norm, w.eps, normed);
-                let at = t * config.value_dim() + head * width;
+                let place = if config.tiled { i * config.num_key_heads + group } else { head };
+                let at = t * config.value_dim() + place * width;
                 // SAFETY: a row's columns of a head belong to one unit.
                 #[allow(unsafe_code)]
                 let out = unsafe { self.out.slice_mut(at..at + width) };

@@ -156,7 +156,8 @@ impl Load for CudaBackend {
     }
 
     // At 16 bits: products of packed tiles take whole rows.
-    fn load_groups(&self, groups: usize, weight: HostTensor<'_>, _: DenseBits) -> Result<Groups> {
+    fn load_groups<'a>(&self, groups: usize, weight: impl Into<LinearWeight<'a>>, _: DenseBits) -> Result<Groups> {
+        let weight = weight.into().plain()?;
         let (n, k) = (weight.rows() / groups, weight.cols());
         Ok(Groups { groups, n, k, weight: upload_bf16(&self.cuda, &weight)? })
     }

@@ -75,7 +75,7 @@ impl<B: Backend> Weights<B> {
         let (low, of_group) = (a.groups * a.o_lora_rank, heads / a.groups);
         // A rank has whole groups of heads.
         let (of_heads, of_groups) = (Cut::Heads(a.num_heads), Cut::Heads(a.groups));
-        let o_a = loader.cut(source.matrix(&format!("{name}.wo_a.weight"), low, of_group)?, of_groups);
+        let o_a = loader.cut_stored(source.stored(&format!("{name}.wo_a.weight"), low, of_group)?, of_groups)?;
         let sinks = loader.cut(source.vector(&format!("{name}.{}", names.sinks), a.num_heads)?, of_heads);
         let keys = match (a.key_compressor(), a.keys_of_entries()) {
             (Some(keys), _) => Some(KeyWeights::OfPositions(CompressorWeights::load(

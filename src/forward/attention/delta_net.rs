@@ -26,12 +26,12 @@ pub struct Weights<B: Backend> {
 impl<B: Backend> Weights<B> {
     pub(super) fn load(loader: &Loader<'_, B>, layer: &str, a: &DeltaNet) -> Result<Self> {
         let (backend, bits) = (loader.backend, loader.bits);
-        let tensors::Tensors { qkv, z, o, rule } = tensors::read(loader, &format!("{layer}.linear_attn"), a)?;
+        let tensors::Tensors { qkv, z, o, rule, tiled } = tensors::read(loader, &format!("{layer}.linear_attn"), a)?;
         Ok(Self {
             qkv: backend.load_linear(qkv, None, bits)?,
             z: backend.load_linear(z, None, bits)?,
             o: backend.load_linear(o, None, bits)?,
-            rule: backend.load_delta_net(&a.heads(loader.share), rule)?,
+            rule: backend.load_delta_net(&DeltaNet { tiled, ..a.heads(loader.share) }, rule)?,
         })
     }
 

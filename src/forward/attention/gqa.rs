@@ -1,6 +1,7 @@
 //! Grouped-query attention.
 
 use super::{Layer, Step, indexer};
+use crate::backend::source::LinearWeight;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, Heads, Softmax};
 use crate::forward::join::{Partial, Stream, join};
@@ -28,7 +29,7 @@ impl<B: Backend> Weights<B> {
         let name = format!("{layer}.{}", names.attention);
         let (q, kv) = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
         let (bias, qk) = (a.bias != Bias::None, format!("{name}.q_proj"));
-        let fused = a.fused_parts.map(|parts| Fused::read(loader, &name, a, parts)).transpose()?;
+        let fused = a.fused_parts.map(|parts| Fused::of(&name, a, parts));
         let of_keys_and_values = loader.of_keys_and_values();
         let heads = Cut::Heads(a.num_heads);
         let projection = |i: usize, rows: usize| {
@@ -37,7 +38,10 @@ impl<B: Backend> Weights<B> {
                 _ => (&of_keys_and_values, Cut::Heads(a.num_kv_heads)),
             };
             match &fused {
-                Some(fused) => loader.backend.load_linear(loader.cut(fused.part(i), cut), None, loader.bits),
+                Some(fused) => {
+                    let part = loader.cut_stored(fused.part(loader, i)?, cut)?;
+                    loader.backend.load_linear(part, None, loader.bits)
+                }
                 None => loader.cut_linear(&format!("{name}.{}_proj", ["q", "k", "v"][i]), (rows, hidden), cut, bias),
             }
         };
@@ -93,36 +97,37 @@ impl<B: Backend> Weights<B> {
 }
 
 /// Queries, keys and values in one tensor. Source: vLLM's mimo_v2.
-struct Fused<'a> {
-    all: HostTensor<'a>, // [parts * (queries, keys and values of a part), hidden]
+struct Fused {
+    name: String, // of [parts * (queries, keys and values of a part), hidden]
     parts: usize,
     ends: [usize; 4], // of queries, keys and values within a part, behind its beginning
 }
 
-impl<'a> Fused<'a> {
-    fn read<B: Backend>(loader: &Loader<'a, B>, name: &str, a: &Gqa, parts: usize) -> Result<Self> {
+impl Fused {
+    fn of(name: &str, a: &Gqa, parts: usize) -> Self {
         let (keys, values) = (a.num_kv_heads * a.head_dim / parts, a.num_kv_heads * a.value_dim / parts);
         let queries = a.num_heads * a.head_dim / parts;
         let ends = [0, queries, queries + keys, queries + keys + values];
-        let name = format!("{name}.qkv_proj.weight");
-        Ok(Self { all: loader.source.matrix(&name, parts * ends[3], loader.model.hidden_size)?, parts, ends })
+        Self { name: format!("{name}.qkv_proj.weight"), parts, ends }
     }
 
     /// Queries, keys or values.
-    fn part(&self, i: usize) -> HostTensor<'static> {
-        self.all.head_rows(self.parts, self.ends[i], self.ends[i + 1])
+    fn part<'a, B: Backend>(&self, loader: &Loader<'a, B>, i: usize) -> Result<LinearWeight<'a>> {
+        let all = loader.source.stored(&self.name, self.parts * self.ends[3], loader.model.hidden_size)?;
+        Ok(all.head_rows(self.parts, self.ends[i], self.ends[i + 1]))
     }
 }
 
 /// The first or second half of the rows of each head of a projection.
 fn head_part<B: Backend>(loader: &Loader<'_, B>, name: &str, a: &Gqa, half: usize, bias: bool) -> Result<B::Linear> {
     let (rows, dim) = (2 * a.num_heads * a.head_dim, a.head_dim);
-    let weight = loader.source.matrix(&format!("{name}.weight"), rows, loader.model.hidden_size)?;
+    let weight = loader.source.stored(&format!("{name}.weight"), rows, loader.model.hidden_size)?;
+    let weight = weight.head_rows(a.num_heads, half * dim, (half + 1) * dim);
     let bias = if bias { Some(loader.source.vector(&format!("{name}.bias"), rows)?) } else { None };
     let part = |all: HostTensor<'_>| {
         loader.cut(all.head_rows(a.num_heads, half * dim, (half + 1) * dim), Cut::Heads(a.num_heads))
     };
-    loader.backend.load_linear(part(weight), bias.map(part), loader.bits)
+    loader.backend.load_linear(loader.cut_stored(weight, Cut::Heads(a.num_heads))?, bias.map(part), loader.bits)
 }
 
 /// Activations of one layer.

@@ -1,6 +1,7 @@
 //! Kimi delta attention: what a layer keeps of a sequence is a matrix per head and its last few inputs.
 
 use super::{Layer, Step};
+use crate::backend::source::LinearWeight;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, KdaInputs, KdaRule};
 use crate::config::DenseBits;
@@ -54,7 +55,7 @@ impl<B: Backend> Weights<B> {
         let name = format!("{layer}.{}", loader.model.names.attention);
         let of_heads = Cut::Heads(heads);
         let part = |which: &str| {
-            Ok::<_, Error>(loader.cut(source.matrix(&format!("{name}.{which}_proj.weight"), inner, hidden)?, of_heads))
+            loader.cut_stored(source.stored(&format!("{name}.{which}_proj.weight"), inner, hidden)?, of_heads)
         };
         let conv = |which: &str| {
             let name = format!("{name}.{which}_conv1d.weight");
@@ -64,7 +65,11 @@ impl<B: Backend> Weights<B> {
         let vector = |all: HostTensor<'_>| backend.load_norm(loader.cut(all, of_heads));
         let taps = HostTensor::stacked(&[conv("q")?, conv("k")?, conv("v")?]);
         Ok(Self {
-            qkv: backend.load_linear(HostTensor::stacked(&[part("q")?, part("k")?, part("v")?]), None, loader.bits)?,
+            qkv: backend.load_linear(
+                LinearWeight::stacked([part("q")?, part("k")?, part("v")?])?,
+                None,
+                loader.bits,
+            )?,
             decay: Gate::load(loader, &name, 'f', a)?,
             gate: Gate::load(loader, &name, 'g', a)?,
             beta: backend.load_linear(

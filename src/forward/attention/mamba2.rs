@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use super::{Layer, Step};
-use crate::Result;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, Mamba2Inputs, Mamba2Rule};
 use crate::config::DenseBits;
@@ -11,6 +10,7 @@ use crate::forward::join::{Partial, Stream, join};
 use crate::forward::kv_cache::LayerCache;
 use crate::forward::loader::{Cut, Loader};
 use crate::model::Mamba2;
+use crate::{Error, Result};
 
 /// Projections, and what is between them.
 pub struct Weights<B: Backend> {
@@ -31,9 +31,12 @@ impl<B: Backend> Weights<B> {
         let (backend, source, bits) = (loader.backend, loader.source, loader.bits);
         let (hidden, inner, heads) = (loader.model.hidden_size, a.inner_dim(), a.num_heads);
         let of = |part: &str| format!("{layer}.{}.{part}", loader.model.names.mamba);
-        let all = source.matrix(&of("in_proj.weight"), inner + a.conv_dim() + heads, hidden)?;
         let groups = Cut::Heads(a.num_groups);
-        let rows = |from: usize, len: usize| loader.cut(all.head_rows(1, from, from + len), groups);
+        let rows = |from: usize, len: usize| {
+            let all = source.stored(&of("in_proj.weight"), inner + a.conv_dim() + heads, hidden)?;
+            Ok::<_, Error>(all.head_rows(1, from, from + len))
+        };
+        let cut_rows = |from: usize, len: usize| loader.cut_stored(rows(from, len)?, groups);
         // What there is for each number of x, of b and of c.
         let (of_b, channels) = (inner..inner + a.num_groups * a.state_dim, a.conv_dim());
         let channel_rows = |all: HostTensor<'_>| {
@@ -47,9 +50,13 @@ impl<B: Backend> Weights<B> {
         let by_group = source.numbers(&of("norm.weight"), &[a.num_groups, inner / a.num_groups]);
         let of_groups = by_group.map(|norm| norm.reshaped(1)).or_else(|_| vector("norm.weight", inner))?;
         Ok(Self {
-            z: backend.load_linear(rows(0, inner), None, bits)?,
-            xbc: backend.load_linear(channel_rows(all.head_rows(1, inner, inner + channels)), None, bits)?,
-            dt: backend.load_linear(rows(inner + a.conv_dim(), heads), None, DenseBits::Bf16)?,
+            z: backend.load_linear(cut_rows(0, inner)?, None, bits)?,
+            xbc: {
+                let all = rows(inner, channels)?;
+                let weight = if loader.share.is_whole() { all } else { channel_rows(all.plain()?).into() };
+                backend.load_linear(weight, None, bits)?
+            },
+            dt: backend.load_linear(cut_rows(inner + a.conv_dim(), heads)?, None, DenseBits::Bf16)?,
             o: loader.cut_linear(&of("out_proj"), (hidden, inner), Cut::OfHeads(a.num_groups), false)?,
             taps: backend.load_norm(channel_rows(conv).transpose_heads(1))?,
             conv_bias: match a.conv_bias {

@@ -25,7 +25,7 @@ pub struct DeltaNet {
     /// What becomes of `z`.
     pub gate: DeltaGate,
     /// The checkpoint has the first value head of each key head, then the second of each, and so on; they are put
-    /// beside each other when loaded.
+    /// beside each other when loaded, but for the columns of a quantized last projection.
     pub tiled: bool,
 }
 

@@ -8,18 +8,22 @@
 //! value heads tiled                              GGUF of Qwen3.5
 //! ```
 
-use crate::Result;
+use crate::backend::source::LinearWeight;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, DeltaRule};
+use crate::config::DenseBits;
 use crate::forward::loader::Loader;
 use crate::model::{DeltaNet, Share};
+use crate::{Error, Result};
 
 /// On their way to a device.
 pub(super) struct Tensors<'a> {
-    pub(super) qkv: HostTensor<'a>, // [conv_dim, hidden]
-    pub(super) z: HostTensor<'a>,   // [value_dim, hidden]
-    pub(super) o: HostTensor<'a>,   // [hidden, value_dim]
+    pub(super) qkv: LinearWeight<'a>, // [conv_dim, hidden]
+    pub(super) z: LinearWeight<'a>,   // [value_dim, hidden]
+    pub(super) o: LinearWeight<'a>,   // [hidden, value_dim]
     pub(super) rule: DeltaRule<'a>,
+    /// Whether `o` reads value heads in the order of a file that has them tiled.
+    pub(super) tiled: bool,
 }
 
 /// Those of the layer part `name`.
@@ -27,14 +31,20 @@ pub(super) fn read<'a, B: Backend>(loader: &Loader<'a, B>, name: &str, a: &Delta
     let (hidden, heads, groups) = (loader.model.hidden_size, a.num_value_heads, a.num_key_heads);
     let has = |which: &str| loader.source.has(&format!("{name}.{which}"));
     let matrix = |which: &str, rows, cols| loader.source.matrix(&format!("{name}.{which}.weight"), rows, cols);
+    let stored = |which: &str, rows, cols| loader.source.stored(&format!("{name}.{which}.weight"), rows, cols);
     let vector = |which: &str, len| loader.source.vector(&format!("{name}.{which}"), len);
     let (qkv, z) = if has("in_proj_qkvz.weight") {
         let (dim, values) = (a.key_head_dim, a.value_dim() / groups);
-        let qkvz = matrix("in_proj_qkvz", a.conv_dim() + a.value_dim(), hidden)?;
-        let rows = |from: usize, len: usize| qkvz.head_rows(groups, from, from + len);
-        (HostTensor::stacked(&[rows(0, dim), rows(dim, dim), rows(2 * dim, values)]), rows(2 * dim + values, values))
+        let group = 2 * (dim + values);
+        let rows = |from: usize, len: usize| (0..groups).flat_map(move |i| i * group + from..i * group + from + len);
+        let of = |rows: Vec<usize>| {
+            let qkvz = stored("in_proj_qkvz", a.conv_dim() + a.value_dim(), hidden)?;
+            Ok::<_, Error>(qkvz.rows_by(&rows))
+        };
+        let qkv = rows(0, dim).chain(rows(dim, dim)).chain(rows(2 * dim, values));
+        (of(qkv.collect())?, of(rows(2 * dim + values, values).collect())?)
     } else {
-        (matrix("in_proj_qkv", a.conv_dim(), hidden)?, matrix("in_proj_z", a.value_dim(), hidden)?)
+        (stored("in_proj_qkv", a.conv_dim(), hidden)?, stored("in_proj_z", a.value_dim(), hidden)?)
     };
     let [beta, alpha] = if has("in_proj_ba.weight") {
         let (ba, of_group) = (matrix("in_proj_ba", 2 * heads, hidden)?, heads / groups);
@@ -45,7 +55,7 @@ pub(super) fn read<'a, B: Backend>(loader: &Loader<'a, B>, name: &str, a: &Delta
     let gates = HostTensor::stacked(&[beta, alpha]);
     let rates = loader.rates(name, heads)?;
     let conv = loader.source.numbers(&format!("{name}.conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?;
-    let o = matrix("out_proj", hidden, a.value_dim())?;
+    let o = stored("out_proj", hidden, a.value_dim())?;
     let rule = DeltaRule {
         conv,
         gates,
@@ -54,16 +64,33 @@ pub(super) fn read<'a, B: Backend>(loader: &Loader<'a, B>, name: &str, a: &Delta
         norm: vector("norm.weight", a.value_head_dim)?,
         eps: loader.model.norm_eps,
     };
-    let tensors = Tensors { qkv, z, o, rule };
+    // Quantized inputs of `o` share scales across heads, so they stay where they are.
+    let tiled = a.tiled
+        && loader.bits == DenseBits::Auto
+        && o.held().is_some()
+        && loader.share.is_whole()
+        && loader.backend.gives_tiled_heads();
+    let tensors = Tensors { qkv, z, o, rule, tiled };
     // In whatever order heads are, they take the same memory.
-    let tensors = if a.tiled && !loader.backend.is_plan() { untiled(a, tensors) } else { tensors };
-    Ok(if loader.share.is_whole() { tensors } else { of_rank(a, loader.share, tensors) })
+    let tensors = match a.tiled && !loader.backend.is_plan() {
+        true => untiled(a, tensors)?,
+        false => tensors,
+    };
+    if loader.share.is_whole() { Ok(tensors) } else { of_rank(a, loader.share, tensors) }
 }
 
 impl<'a> Tensors<'a> {
-    /// What there is for these channels of query, key and value, gates, value heads, and their values.
-    fn picked(self, channels: &[usize], gates: &[usize], heads: &[usize], values: &[usize]) -> Self {
-        let Self { qkv, z, o, rule } = self;
+    /// What there is for these channels of query, key and value, gates, value heads, and their values. Errors: as
+    /// [`LinearWeight::plain`].
+    fn picked(self, channels: &[usize], gates: &[usize], heads: &[usize], values: &[usize]) -> Result<Self> {
+        let mut picked = self.picked_rows(channels, gates, heads, values);
+        picked.o = picked.o.plain()?.cols_by(values).into();
+        Ok(picked)
+    }
+
+    /// The same with all columns of the last projection.
+    fn picked_rows(self, channels: &[usize], gates: &[usize], heads: &[usize], values: &[usize]) -> Self {
+        let Self { qkv, z, o, rule, tiled } = self;
         let rule = DeltaRule {
             conv: rule.conv.rows_by(channels),
             gates: rule.gates.rows_by(gates),
@@ -71,12 +98,12 @@ impl<'a> Tensors<'a> {
             dt_bias: rule.dt_bias.rows_by(heads),
             ..rule
         };
-        Self { qkv: qkv.rows_by(channels), z: z.rows_by(values), o: o.cols_by(values), rule }
+        Self { qkv: qkv.rows_by(channels), z: z.rows_by(values), o, rule, tiled }
     }
 }
 
 /// A rank's heads.
-fn of_rank<'a>(a: &DeltaNet, share: Share, tensors: Tensors<'a>) -> Tensors<'a> {
+fn of_rank<'a>(a: &DeltaNet, share: Share, tensors: Tensors<'a>) -> Result<Tensors<'a>> {
     let (keys, per_key) = (share.run(a.num_key_heads), a.num_value_heads / a.num_key_heads);
     // What there is of `width` for each value head, behind `before` of something else.
     let of = |before: usize, width: usize| before + keys.start * per_key * width..before + keys.end * per_key * width;
@@ -88,8 +115,8 @@ fn of_rank<'a>(a: &DeltaNet, share: Share, tensors: Tensors<'a>) -> Tensors<'a> 
     tensors.picked(&channels, &of_gates, &of_heads, &values)
 }
 
-/// The value heads of a key head beside each other.
-fn untiled<'a>(a: &DeltaNet, tensors: Tensors<'a>) -> Tensors<'a> {
+/// The value heads of a key head beside each other, but for an `o` that reads tiled ones.
+fn untiled<'a>(a: &DeltaNet, tensors: Tensors<'a>) -> Result<Tensors<'a>> {
     let (keys, heads) = (a.num_key_heads, a.num_value_heads);
     // What is there for each value head, `width` of it, behind what is not.
     let order = |before: usize, width: usize| -> Vec<usize> {
@@ -100,7 +127,10 @@ fn untiled<'a>(a: &DeltaNet, tensors: Tensors<'a>) -> Tensors<'a> {
         (order(0, 1), order(0, a.value_head_dim), order(2 * keys * a.key_head_dim, a.value_head_dim));
     let of_gates: Vec<usize> =
         [0, heads].iter().flat_map(|from| of_heads.iter().map(move |head| from + head)).collect();
-    tensors.picked(&channels, &of_gates, &of_heads, &values)
+    match tensors.tiled {
+        true => Ok(tensors.picked_rows(&channels, &of_gates, &of_heads, &values)),
+        false => tensors.picked(&channels, &of_gates, &of_heads, &values),
+    }
 }
 
 #[cfg(test)]
@@ -136,12 +166,14 @@ mod tests {
         };
         let o = [rows(12, 0), rows(12, 1)].concat();
         let file = Tensors {
-            qkv: matrix(file_channels.clone(), 1),
-            z: matrix(twice(&rows(12, 0)), 2),
-            o: matrix(o, 12),
+            qkv: matrix(file_channels.clone(), 1).into(),
+            z: matrix(twice(&rows(12, 0)), 2).into(),
+            o: matrix(o, 12).into(),
             rule,
+            tiled: false,
         };
-        let Tensors { qkv, z, o, rule } = untiled(&a, file);
+        let Tensors { qkv, z, o, rule, .. } = untiled(&a, file).unwrap();
+        let [qkv, z, o] = [qkv, z, o].map(|weight| weight.plain().unwrap());
         assert_eq!(qkv.to_f32(), channels);
         assert_eq!(rule.conv.to_f32(), twice(&channels));
         assert_eq!(z.to_f32(), twice(&values));
