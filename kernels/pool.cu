@@ -3,6 +3,8 @@
 //   admit        copies the runs of a ring from the last one that was copied up to the `limit`-th, then says so in
 //                `done`
 //   admit_limit  brings the host's count of runs to `limit`
+//   take_table   copies the host's table of where experts are, if `version` says that it is another one than was taken
+//                last, and says in `taken` which. The host does not write it until it has been taken
 //
 // An entry of the ring is some runs of bytes at equal distances. It has 4 words of 64 bits: where the first goes, where
 // it lies; bytes of a run and how many, distances here and there, of 32 bits each. All are multiples of 16 but the
@@ -57,4 +59,23 @@ KERNEL(admit, ADMIT_THREADS, 0, const uint4* ring, uint32_t* head, const uint32_
 KERNEL(admit_limit, 32, 0, const uint32_t* sent, uint32_t* limit) {
     begin_kernel();
     if (threadIdx.x == 0) *limit = load_acquire_system(sent);
+}
+
+constexpr int TABLE_THREADS = 1024;
+
+// staged, table [entries]; own: what was taken last, as the device counts.
+KERNEL(take_table, TABLE_THREADS, 0, const uint64_t* staged, uint64_t* table, int entries, const uint32_t* version,
+    uint32_t* own, uint32_t* taken) {
+    begin_kernel();
+    __shared__ uint32_t newest;
+    if (threadIdx.x == 0) newest = load_acquire_system(version);
+    __syncthreads();
+    if (newest == *own) return;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < entries; i += TABLE_THREADS) table[i] = load_relaxed_system(staged + i);
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    __threadfence_system();
+    *own = newest;
+    store_release_system(taken, newest);
 }

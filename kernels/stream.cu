@@ -2,8 +2,12 @@
 // (src/experts/stream_port.rs). Kernels alone do this, so that the other engine can record them.
 //
 //   publish_rows  writes the tokens' hidden states as they are, and their routing, into mapped pinned memory, counts
-//                 the slot up, and takes the next place in a ring of records that the CPU reads in order
-//   fetch_rows    waits for the host to bring `up` to the slot's count, then copies what it wrote
+//                 the slot up, and takes the next place in a ring of records that the CPU reads in order. What experts
+//                 in VRAM need stays on the device (`HeldRows`): their ids reach the host as ~id, those of no expert
+//                 as num_ids
+//   fetch_rows    waits for the host to bring `up` to the slot's count, then copies what it wrote, after adding `here`
+//                 to it if that is not null: then all is bf16 and `here` f32. `sent`, if not null, is a number of the
+//                 host's that it brings to `limit`, for kernels that follow
 //   take_choices  writes for experts on the device which expert each id means, -1 for none, and the weights
 //
 // A record has RECORD_WORDS words:
@@ -14,7 +18,7 @@
 //   4  tokens
 //   5  top_k
 //   6  type
-//   7  unused
+//   7  1 if experts in VRAM have a part in it, else 0
 // The host does not write `head`, `count` and `arrived`; `arrived` is 0 between launches.
 //
 //   grid (blocks)
@@ -23,6 +27,17 @@
 constexpr int STREAM_THREADS = 1024;
 constexpr int RECORD_WORDS = 8;
 
+// What a batch leaves on the device for the experts that are there.
+struct HeldRows {
+    const uint64_t* table; // [experts]: where each is, 0 in RAM alone; null: nothing stays
+    const int* experts;    // [num_ids]: the expert that an id stands for, -1 for none
+    uint4* x;              // [x_words]
+    int* ids;              // [choices]: experts
+    float* weights;        // [choices]
+    uint4* sum;            // [2 * x_words]: zeros, f32
+    int num_ids;
+};
+
 // Ids of one or two words, the low word first: what does not fit in one is no expert.
 __device__ __forceinline__ int id_at(const int* ids, int i, int id_words) {
     return id_words == 2 && ids[(size_t)i * 2 + 1] != 0 ? -1 : ids[(size_t)i * id_words];
@@ -30,12 +45,24 @@ __device__ __forceinline__ int id_at(const int* ids, int i, int id_words) {
 
 KERNEL(publish_rows, STREAM_THREADS, 0, const uint4* x, const int* ids, const float* weights, int x_words, int choices,
     int id_words, uint4* host_x, int* host_ids, float* host_weights, uint32_t* arrived, uint32_t* count, uint32_t* head,
-    uint32_t* ring, int ring_records, int slot, int layer, int tokens, int top_k, int type) {
+    uint32_t* ring, int ring_records, int slot, int layer, int tokens, int top_k, int type,
+    const __grid_constant__ HeldRows held) {
     begin_kernel();
     const int first = blockIdx.x * STREAM_THREADS + threadIdx.x, step = gridDim.x * STREAM_THREADS;
-    for (int i = first; i < x_words; i += step) host_x[i] = x[i];
+    for (int i = first; i < x_words; i += step) {
+        const uint4 row = x[i];
+        host_x[i] = row;
+        if (held.table) held.x[i] = row, held.sum[2 * i] = held.sum[2 * i + 1] = make_uint4(0, 0, 0, 0);
+    }
     for (int i = first; i < choices; i += step) {
-        host_ids[i] = id_at(ids, i, id_words);
+        int id = id_at(ids, i, id_words);
+        if (held.table) {
+            const int expert = id >= 0 && id < held.num_ids ? held.experts[id] : -1;
+            held.ids[i] = expert;
+            held.weights[i] = weights[i];
+            id = expert < 0 ? held.num_ids : held.table[expert] ? ~id : id;
+        }
+        host_ids[i] = id;
         host_weights[i] = weights[i];
     }
     __threadfence_system();
@@ -52,18 +79,33 @@ KERNEL(publish_rows, STREAM_THREADS, 0, const uint4* x, const int* ids, const fl
     record[4] = (uint32_t)tokens;
     record[5] = (uint32_t)top_k;
     record[6] = (uint32_t)type;
+    record[7] = held.table != nullptr;
     __threadfence_system();
     store_release_system(record, place + 1);
 }
 
-KERNEL(fetch_rows, STREAM_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y, uint4* out,
-    int words) {
+// Two sums of two numbers each, rounded.
+__device__ __forceinline__ uint32_t add_bf16(uint32_t pair, float low, float high) {
+    return pack_bf16(low_f32(pair) + low, high_f32(pair) + high);
+}
+
+KERNEL(fetch_rows, STREAM_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y,
+    const float4* here, uint4* out, int words, const uint32_t* sent, uint32_t* limit) {
     begin_kernel();
     if (threadIdx.x == 0)
         while ((int)(load_acquire_system(up) - *count) < 0) pause_ns(40);
     __syncthreads();
-    for (int i = blockIdx.x * STREAM_THREADS + threadIdx.x; i < words; i += gridDim.x * STREAM_THREADS)
-        out[i] = load_uncached(host_y + i);
+    // While the others read.
+    if (sent && blockIdx.x == 0 && threadIdx.x == STREAM_THREADS - 1) *limit = load_acquire_system(sent);
+    for (int i = blockIdx.x * STREAM_THREADS + threadIdx.x; i < words; i += gridDim.x * STREAM_THREADS) {
+        uint4 y = load_uncached(host_y + i);
+        if (here) {
+            const float4 a = here[2 * i], b = here[2 * i + 1];
+            y = make_uint4(
+                add_bf16(y.x, a.x, a.y), add_bf16(y.y, a.z, a.w), add_bf16(y.z, b.x, b.y), add_bf16(y.w, b.z, b.w));
+        }
+        out[i] = y;
+    }
 }
 
 // experts [num_ids]: the expert that an id stands for.

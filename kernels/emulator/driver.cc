@@ -51,8 +51,10 @@ void emulator::add_kernel(const Kernel& kernel) { kernels()[kernel.name] = kerne
 
 using Work = std::function<void()>;
 struct Graph {
+    static inline std::atomic<uint64_t> graphs = 0;
     std::vector<Work> work;
     bool ended = false;
+    uint64_t id = ++graphs; // of its capture
 };
 
 struct Event {
@@ -498,7 +500,12 @@ Result cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* bas
 Result cuStreamBeginCapture_v2(Stream* s, int) { return of(s).capture = std::make_shared<Graph>(), SUCCESS; }
 // A capture forbids nothing here.
 Result cuThreadExchangeStreamCaptureMode(int*) { return SUCCESS; }
-Result cuStreamIsCapturing(Stream* s, int* status) { return *status = of(s).capturing() ? 1 : 0, SUCCESS; }
+Result cuStreamGetCaptureInfo_v3(Stream* s, int* status, uint64_t* id, void*, void*, void*, void*) {
+    const auto capture = of(s).capturing();
+    *status = capture ? 1 : 0;
+    if (capture && id) *id = capture->id;
+    return SUCCESS;
+}
 Result cuStreamEndCapture(Stream* s, Graph** graph) {
     *graph = new Graph(*of(s).capture);
     of(s).capture->ended = true;

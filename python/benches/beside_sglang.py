@@ -4,7 +4,8 @@ shape at full depth: decode of 1, 8 and 32 requests, prompts of 512 and 8,192 to
 
 Makes a model of random weights. All experts are INT4 in groups of 32, as compressed-tensors packs them: kt-kernel's
 RAWINT4, and nothing to convert for Moebius but the order. The dense weights, and of each layer the experts that SGLang
-computes on the GPU, are BF16. All three hold the same number of experts on the GPU.
+computes on the GPU, are BF16. All hold the same number of experts on the GPU; with `sglang-pool` SGLang has one of each
+layer, and the others are in Moebius's pool, which follows the text.
 
     python python/benches/beside_sglang.py [--layers N] [--gpu-experts N] [--kt FOLDER] [--servers NAME,...]
         [--out FOLDER] [-- SGLANG_FLAG...]
@@ -226,7 +227,7 @@ def main():
     parser.add_argument("--gpu-experts", type=int, default=16, help="of each layer's 128, on the GPU")
     parser.add_argument("--kt", type=Path, help="folder of kt_kernel")
     parser.add_argument("--kt-threads", type=int, default=max(1, (os.cpu_count() or 1) - 2))
-    parser.add_argument("--servers", default="moebius,sglang-moebius,sglang-kt")
+    parser.add_argument("--servers", default="moebius,sglang-pool,sglang-moebius,sglang-kt")
     parser.add_argument("--model", type=Path, help="made by an earlier run, and kept; made there if it is not")
     parser.add_argument("--out", type=Path, help="folder of logs and results")
     given = parser.parse_args(own)
@@ -246,17 +247,23 @@ def main():
         print(f"{given.layers} layers were made in {time.monotonic() - start:.0f} s", flush=True)
 
     int4, resident, cache = str(model / "int4"), str(given.gpu_experts), {"XDG_CACHE_HOME": str(model / "cache")}
-    sglang = ["--model-path", str(model / "bf16"), "--kt-weight-path", int4, "--kt-num-gpu-experts", resident]
+    sglang = ["--model-path", str(model / "bf16"), "--kt-weight-path", int4]
     sglang += ["--max-running-requests", "32", "--cuda-graph-max-bs-decode", "32", "--chunked-prefill-size", "8192"]
     sglang += ["--mem-fraction-static", "0.6", "--disable-radix-cache", *flags]
+    fixed = ["--kt-num-gpu-experts", resident]
+    # Of an expert: codes of half a byte, and a scale of two bytes for each group.
+    expert_gib = 3 * HIDDEN * WIDTH * (0.5 + 2 / GROUP) / 2**30
+    pool_gib = 1.001 * (given.gpu_experts - 1) * given.layers * expert_gib
+    pool = ["--kt-num-gpu-experts", "1", "--kt-gpu-pool-gib", f"{pool_gib:.4f}"]
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     kt = ["--kt-method", "RAWINT4", "--kt-cpuinfer", str(given.kt_threads), "--kt-threadpool-count", str(nodes)]
     ours = [int4, "--resident-experts", resident, "--max-sequences", "32", "--max-context", str(MAX_CONTEXT)]
     starts = {
-        "sglang-moebius": lambda log: Sglang(log, sglang, cache),
+        "sglang-moebius": lambda log: Sglang(log, [*sglang, *fixed], cache),
+        "sglang-pool": lambda log: Sglang(log, [*sglang, *pool], cache),
         "moebius": lambda log: Moebius(log, ours, cache),
         "sglang-kt": lambda log: Sglang(
-            log, [*sglang, *kt, "--disable-prefill-cuda-graph"], kt_environment(given.kt, out / "kt-plugin")
+            log, [*sglang, *fixed, *kt, "--disable-prefill-cuda-graph"], kt_environment(given.kt, out / "kt-plugin")
         ),
     }
     failed = False

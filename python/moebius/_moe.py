@@ -194,6 +194,26 @@ class MoE:
         """
         self._layer.compute_prompts(device, from_tokens, tokens, top_k, ring_bytes)
 
+    def hold_experts(self, device: int, *, pool_bytes: int, tokens: int = 512, top_k: int) -> int:
+        """Lets CUDA device ``device`` hold experts of the model in ``pool_bytes`` of its memory, and compute them there
+        while the CPU computes the others, in this layer's batches of up to ``tokens`` tokens in bfloat16, recorded into
+        graphs or not. What it holds follows the text: experts that are missed come in beside the layers that follow,
+        those that were least useful go.
+
+        Call it for each layer, after :meth:`load_weights` and before anything is recorded. The first call for a model
+        takes the memory, and some more for the batches. From then on the layer's ``gpu_experts_mask`` must not change,
+        and batches of the model must not run at the same time on two streams. Returns how many experts of each layer
+        have room.
+        """
+        self._layer.hold_experts(device, pool_bytes, tokens, top_k)
+        held = self._layer.held(device)
+        return held[0] if held else 0
+
+    def held_experts(self, device: int) -> tuple[int, int, int] | None:
+        """How many experts of each layer ``device`` has room for; and how often one that it held was chosen since, and
+        another. None: it holds none."""
+        return self._layer.held(device)
+
     def expert_weights(
         self, expert: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:

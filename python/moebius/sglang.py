@@ -24,6 +24,11 @@ The flags and their meaning here:
     Batches of N tokens or more are computed on the GPU: the CPU's experts cross PCIe, layer by layer. Default: 512.
     0: never. This takes 1 GiB of the GPU's memory for experts, and more for the tokens of a chunk. It needs a model in
     bfloat16.
+``--kt-gpu-pool-gib G``
+    So many GiB of the GPU's memory hold experts for decode, of all layers together, and Moebius computes them there.
+    Which ones follows the text: experts that are missed come in, those that were least useful go. Together with
+    ``--kt-num-gpu-experts 1`` this takes the place of a fixed share of the experts on the GPU. Default: 0, none. The
+    memory is taken before SGLang measures what is left for its KV cache. It needs a model in bfloat16.
 ``--kt-cpuinfer N``
     Threads. Maximum and default: the number of physical cores. No core needs to stay free.
 ``--kt-threadpool-count N``, ``--kt-numa-nodes``
@@ -71,6 +76,23 @@ METHODS = {
 
 #: Carries ``--kt-gpu-prefill-token-threshold`` to SGLang's processes.
 THRESHOLD = "MOEBIUS_KT_GPU_PREFILL_TOKEN_THRESHOLD"
+
+#: Carries ``--kt-gpu-pool-gib``.
+POOL = "MOEBIUS_KT_GPU_POOL_GIB"
+
+#: Our flags, the type of their values, their variables, and their help.
+FLAGS = {
+    "--kt-gpu-prefill-token-threshold": (
+        int,
+        THRESHOLD,
+        "[moebius] Batches of so many tokens are computed on the GPU. 0: never. Default: 512.",
+    ),
+    "--kt-gpu-pool-gib": (
+        float,
+        POOL,
+        "[moebius] GiB of the GPU's memory that hold experts for decode, which follow the text. Default: 0.",
+    ),
+}
 
 _said: set[str] = set()
 
@@ -143,12 +165,18 @@ class KTMoEWrapper(MoE):
                 "--disable-shared-experts-fusion, because --kt-weight-path has no shared experts"
             )
         super().load_weights(physical_to_logical_map)
-        from_tokens = int(os.environ.get(THRESHOLD) or 512)
         torch = sys.modules.get("torch")
-        if from_tokens > 0 and torch is not None and torch.cuda.is_available():
-            # Before SGLang measures what memory is left for its KV cache.
-            self.compute_prompts(torch.cuda.current_device(), from_tokens=from_tokens, **self._prompts)
+        if torch is None or not torch.cuda.is_available():
+            return
+        # Before SGLang measures what memory is left for its KV cache.
+        device, from_tokens = torch.cuda.current_device(), int(os.environ.get(THRESHOLD) or 512)
+        if from_tokens > 0:
+            self.compute_prompts(device, from_tokens=from_tokens, **self._prompts)
             _say_once(logging.INFO, f"prompts of {from_tokens} tokens or more are computed on the GPU")
+        pool_bytes = int(float(os.environ.get(POOL) or 0) * 2**30)
+        if pool_bytes > 0:
+            held = self.hold_experts(device, pool_bytes=pool_bytes, top_k=self._prompts["top_k"])
+            _say_once(logging.INFO, f"the GPU holds {held} of {self.num_experts} experts of each layer for decode")
 
 
 class _OfNoMethod:
@@ -226,20 +254,18 @@ def masks_padding(original: Callable[[], bool]) -> bool:
     return original() or (get_exec().moe.kt_weight_path is not None and torch.cuda.is_available())
 
 
-def add_threshold(_: None, parser: Any) -> None:
-    """After ``ServerArgs.add_cli_args``: the flag of KTransformers' fork."""
-    parser.add_argument(
-        "--kt-gpu-prefill-token-threshold",
-        type=int,
-        help="[moebius] Batches of so many tokens are computed on the GPU. 0: never. Default: 512.",
-    )
+def add_flags(_: None, parser: Any) -> None:
+    """After ``ServerArgs.add_cli_args``: the first flag is KTransformers' fork's, too."""
+    for flag, (kind, _variable, text) in FLAGS.items():
+        parser.add_argument(flag, type=kind, help=text)
 
 
-def take_threshold(_: type, args: Any) -> None:
+def take_flags(_: type, args: Any) -> None:
     """Before ``ServerArgs.from_cli_args``."""
-    threshold = getattr(args, "kt_gpu_prefill_token_threshold", None)
-    if threshold is not None:
-        os.environ[THRESHOLD] = str(threshold)
+    for flag, (_kind, variable, _text) in FLAGS.items():
+        value = getattr(args, flag[2:].replace("-", "_"), None)
+        if value is not None:
+            os.environ[variable] = str(value)
 
 
 def plugin() -> None:
@@ -255,7 +281,7 @@ def plugin() -> None:
         ("utils.numa_utils.get_numa_node_if_available", no_numa_node, HookType.AROUND),
         ("arg_groups.cuda_graph_hook.apply_cuda_graph_compatibility", no_prefill_graphs, HookType.BEFORE),
         ("model_executor.forward_batch_info.enable_num_token_non_padded", masks_padding, HookType.AROUND),
-        ("server_args.ServerArgs.add_cli_args", add_threshold, HookType.AFTER),
-        ("server_args.ServerArgs.from_cli_args", take_threshold, HookType.BEFORE),
+        ("server_args.ServerArgs.add_cli_args", add_flags, HookType.AFTER),
+        ("server_args.ServerArgs.from_cli_args", take_flags, HookType.BEFORE),
     ]:
         HookRegistry.register(f"sglang.srt.{target}", hook, kind)

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use moebius::config::{Device, EngineConfig, ExpertBits};
+use moebius::experts::gpu::held::HeldSizes;
 use moebius::experts::gpu::prompts::PromptSizes;
 use moebius::experts::service::{DeviceTokens, Tokens};
 use moebius::experts::stream_port::{StreamPort, Ticket};
@@ -263,6 +264,19 @@ impl ExpertLayer {
     ) -> PyResult<()> {
         let (service, sizes) = (self.layer.service(), PromptSizes { from_tokens, tokens, top_k, ring_bytes });
         py.detach(|| port(device, service)?.compute_prompts(service, sizes)).map_err(exception)
+    }
+
+    /// Lets a CUDA device hold experts of the model in `pool_bytes` of its memory, for batches of up to `tokens`
+    /// tokens.
+    fn hold_experts(&self, py: Python<'_>, device: i32, pool_bytes: u64, tokens: usize, top_k: usize) -> PyResult<()> {
+        let sizes = HeldSizes { pool_bytes, tokens, top_k };
+        py.detach(|| port(device, self.layer.service())?.hold_experts(&self.layer, sizes)).map_err(exception)
+    }
+
+    /// Experts of each layer that a device holds, choices of such experts and of others; `None`: it holds none.
+    fn held(&self, py: Python<'_>, device: i32) -> PyResult<Option<(usize, u64, u64)>> {
+        let held = py.detach(|| port(device, self.layer.service()).map(|port| port.held(&self.layer)));
+        Ok(held.map_err(exception)?.map(|(experts, choices)| (experts, choices.hits, choices.misses)))
     }
 
     /// Skips ids whose flag is set. Every call reads the flags.

@@ -97,6 +97,11 @@ class Array:
             ctypes.c_void_p(stream),
         )
 
+    def copy(self, other, stream):
+        """Enqueues a copy of what another one of this size holds then."""
+        bytes, stream = ctypes.c_size_t(self.bytes), ctypes.c_void_p(stream)
+        self.driver("cuMemcpyDtoDAsync_v2", self.pointer, other.pointer, bytes, stream)
+
     def read(self, stream):
         values = np.empty(self.shape, self.dtype)
         self.driver(

@@ -107,6 +107,55 @@ def test_a_graph_replayed_1000_times_with_changing_inputs_and_masks():
             check(layers[2], outs[2], h * 0.5 + outs[1], ids, weights)
 
 
+@pytest.mark.parametrize("held", [1, 3, 7])
+def test_held_experts_follow_1000_replays(tmp_path, held):
+    """Topics of four experts, one of which is the caller's in the first."""
+    layers = [moebius.MoE("demo", i, precision="bf16", cache_dir=tmp_path, num_gpu_experts=1) for i in range(3)]
+    hidden, width = layers[0].hidden_size, layers[0].intermediate_size
+    experts = [[layer.expert_weights(e) for e in range(8)] for layer in layers]
+    for layer in layers:
+        pool_bytes = held * 3 * (3 * 2 * hidden * width) + 1
+        assert layer.hold_experts(torch.cuda.current_device(), pool_bytes=pool_bytes, top_k=3) == held
+    graphs = {}
+    for tokens in (1, 4, 8):
+        given = [batch(tokens, 3, 8, hidden) for _ in layers]
+        outs = []
+
+        def run(given=given, outs=outs):
+            outs.clear()
+            for layer, (x, ids, weights) in zip(layers, given):
+                own = x.clone(), ids.clone(), weights.clone()
+                layer.submit_forward(*own, current())
+                for array in own:
+                    array.zero_()
+                outs.append(layer.sync_forward(x, current()))
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        graphs[tokens] = graph, given, outs
+    for step in range(1000):
+        graph, given, outs = graphs[(1, 1, 4, 1, 8)[step % 5]]
+        for i, (x, ids, weights) in enumerate(given):
+            topic = torch.stack([torch.randperm(4, device="cuda")[:3] for _ in range(len(x))])
+            x.copy_(torch.randn_like(x))
+            ids.copy_((topic + step // 100 + 2 * i) % 8)
+            weights.copy_(torch.rand_like(weights))
+        graph.replay()
+        if step % 10 < 3:  # the others do not wait
+            torch.cuda.synchronize()
+            for layer, weights_of, (x, ids, weights), out in zip(layers, experts, given, outs):
+                arrays = x.float().cpu().numpy(), ids.cpu().numpy(), weights.cpu().numpy()
+                expected = reference(weights_of, *arrays, layer.gpu_experts_mask)
+                assert error(out.float().cpu().numpy(), expected) < 0.02, step
+    _, hits, misses = layers[0].held_experts(torch.cuda.current_device())
+    assert hits > 0 and (misses == 0) == (held == 7)
+
+
 def test_replays_without_waiting_between_them():
     moe = make(4)
     x, ids, weights = batch(2)

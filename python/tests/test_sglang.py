@@ -163,6 +163,7 @@ def arguments(sglang, monkeypatch):
     """SGLang's arguments from a command line, and their resolution."""
     server_args = pytest.importorskip("sglang.srt.server_args", reason="SGLang's arguments cannot be imported")
     monkeypatch.setenv(moebius.sglang.THRESHOLD, "")
+    monkeypatch.setenv(moebius.sglang.POOL, "")
 
     def parse(*flags):
         return server_args.prepare_server_args(["--model-path", "demo", *flags])
@@ -183,9 +184,9 @@ def test_the_plugin_is_found_and_all_its_hooks_fit(sglang):
     assert len(ours) == 7 and ours <= sglang.hooks._patched
 
 
-def test_the_forks_flag_of_prompts(arguments):
-    arguments("--kt-weight-path", "demo", "--kt-gpu-prefill-token-threshold", "2048")
-    assert os.environ[moebius.sglang.THRESHOLD] == "2048"
+def test_flags_of_ours(arguments):
+    arguments("--kt-weight-path", "demo", "--kt-gpu-prefill-token-threshold", "2048", "--kt-gpu-pool-gib", "1.5")
+    assert os.environ[moebius.sglang.THRESHOLD] == "2048" and os.environ[moebius.sglang.POOL] == "1.5"
 
 
 def test_the_scheduler_is_not_bound_to_a_numa_node(sglang, arguments, monkeypatch, capfd):

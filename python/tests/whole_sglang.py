@@ -132,10 +132,11 @@ def servers(model, gpu_experts, common):
     """Each one's name, precision of experts, flags, environment. The others are held against the first."""
     eager = ["--disable-decode-cuda-graph"]
     yield "gpu", "BF16", [*common, "--disable-prefill-cuda-graph"], {"SGLANG_PLUGINS": "none"}
-    for experts, method in [("BF16", "BF16"), ("INT4", "AMXINT4")]:
+    # Pools of about three of a layer's eight experts.
+    for experts, method, pool in [("BF16", "BF16", "0.002"), ("INT4", "AMXINT4", "0.0006")]:
         own = ["--kt-weight-path", str(model), "--kt-num-gpu-experts", str(gpu_experts), "--kt-method", method]
         own += ["--kt-gpu-prefill-token-threshold", "128"]
-        for how, flags in [("graphs", []), ("eager", eager)]:
+        for how, flags in [("graphs", []), ("eager", eager), ("pool", ["--kt-gpu-pool-gib", pool])]:
             yield f"{experts}-{how}", experts, [*common, *own, *flags], {}
 
 
@@ -195,7 +196,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gqa,mla")
     parser.add_argument("--gpu-experts", type=int, default=2, help="of eight, on the GPU")
-    names = ["gpu", *(f"{experts}-{how}" for experts in BOUNDS for how in ("graphs", "eager"))]
+    names = ["gpu", *(f"{experts}-{how}" for experts in BOUNDS for how in ("graphs", "eager", "pool"))]
     parser.add_argument("--servers", nargs="+", choices=names, default=names, help="gpu is needed")
     parser.add_argument("--at-once", type=int, default=5, help="servers side by side")
     parser.add_argument("--out", type=Path, help="folder of logs and results")

@@ -63,12 +63,17 @@ impl CudaStream {
         self.1 == StreamOwner::Us
     }
 
-    /// Whether what is enqueued is recorded into a graph. Errors: there is no such stream, or its recording has failed.
-    pub fn is_capturing(&self) -> Result<bool> {
+    /// The recording that what is enqueued becomes a part of, by its number; `None`: it runs. Errors: there is no such
+    /// stream, or its recording has failed.
+    pub fn recording(&self) -> Result<Option<u64>> {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: writes one number.
-        succeed("asking a stream", unsafe { sys::cuStreamIsCapturing(self.0, &mut status) })?;
-        Ok(status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE)
+        let mut id = 0;
+        // SAFETY: writes two numbers; the others are not asked for.
+        succeed("asking a stream", unsafe {
+            let none = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+            sys::cuStreamGetCaptureInfo_v3(self.0, &mut status, &mut id, none.0, none.1, none.2, none.3)
+        })?;
+        Ok((status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE).then_some(id))
     }
 
     pub(super) fn query(&self) -> CUresult {

@@ -23,6 +23,7 @@
 //! learning     counts of chosen experts
 //! together     the pools of several ranks
 //! prompts      experts alone, of another engine's prompts
+//! held         experts alone, in VRAM for another engine's decode
 //! ```
 //!
 //! With several GPUs each has a part of every expert's width, and the CPU's share is the first one's to add. All ranks
@@ -33,6 +34,7 @@
 mod admissions;
 mod epilogue;
 mod handoff;
+pub mod held;
 mod learning;
 mod parts;
 mod products;
@@ -45,8 +47,6 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use moebius_cache::pack::ExpertLayout;
-
 use super::cost::CostModel;
 use super::pool::{LayerChoices, Pool};
 use super::popularity::Popularity;
@@ -57,7 +57,8 @@ use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor};
 use crate::cuda::{Address, Cuda, Registered};
 use crate::machine::heap::Heap;
 use crate::model::Share;
-use admissions::{Admissions, Limit};
+use admissions::Admissions;
+pub(super) use admissions::Limit;
 use epilogue::DeviceEpilogue;
 use handoff::Handoff;
 use learning::Learning;
@@ -192,6 +193,11 @@ fn learning(
     }
 }
 
+/// Pins experts where they lie. Not pinned is slower, not wrong: some systems allow it for no memory of files.
+pub(super) fn pin(memory: &ExpertMemory) -> Vec<Registered> {
+    memory.regions().into_iter().map_while(|region| Registered::new(region, !memory.is_copy()).ok()).collect()
+}
+
 impl GpuExperts {
     /// Takes over experts in RAM, copies those that are to live in VRAM, and pins the others where they lie.
     ///
@@ -207,16 +213,9 @@ impl GpuExperts {
         let memory = cpu.memory().clone();
         let (cache, shape) = (memory.cache(), memory.shape());
         let (layers, experts) = (shape.layers(), shape.experts);
-        let path = cache.is_file().then(|| Popularity::path_of(cache.path()));
-        let saved = path.as_deref().and_then(|path| Popularity::load(path, layers, experts));
-        let popularity = saved.unwrap_or_else(|| Popularity::new(layers, experts));
+        let (popularity, path) = (Popularity::of(cache), cache.is_file().then(|| Popularity::path_of(cache.path())));
         let registered = match (sizes.ring >= 2 || sizes.resident > 0) && sizes.resident < experts {
-            // Not pinned is slower, not wrong: some systems allow it for no memory of files.
-            true => memory
-                .regions()
-                .into_iter()
-                .map_while(|region| Registered::new(region, !memory.is_copy()).ok())
-                .collect(),
+            true => pin(&memory),
             false => Vec::new(),
         };
         let start = Start {
@@ -253,19 +252,16 @@ impl GpuExperts {
     ) -> Result<Self> {
         let memory = cpu.memory().clone();
         let parts = Parts::new(memory.clone(), sizes.share)?;
-        let (layouts, shape) = (memory.cache().layouts(), parts.shape());
+        let shape = parts.shape();
         let Buffers { mut residents, ring, products, handoff, admissions } =
             Buffers::new(&cuda, heap, (shape, parts.width()), cpu.epilogue(), &sizes)?;
-        residents.fill(&mut cpu, &parts, &residency)?;
+        residents.fill(&parts, &residency, |layer| cpu.check_layer(layer))?;
         let admissions = match sizes.resident {
             0 => None,
             _ => Admissions::new(&cuda, (&memory, &parts), &registered, admissions)?,
         };
-        // Experts of one layout have one size on every rank.
-        let kind = |of: &ExpertLayout| layouts.iter().position(|layout| layout == of).expect("one of them");
-        let kinds: Vec<usize> = layouts.iter().map(kind).collect();
         Ok(Self {
-            pool: Pool::new(residency, shape.experts, &kinds),
+            pool: Pool::new(residency, shape.experts, &parts.kinds()),
             learning,
             come: 0,
             together,
@@ -381,10 +377,10 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         } else if resident == 0 {
             None
         } else if tokens <= FEW_TOKENS {
-            self.products.few_gate_up(table, &input);
+            self.products.few_gate_up(&self.cuda.compute, table, x.bf16(), Choices::from(&input));
             Some(GpuPart::Few { table })
         } else {
-            self.products.grouped(table, x.bf16(), Choices::from(&input), Address::NULL);
+            self.products.grouped(&self.cuda.compute, table, x.bf16(), Choices::from(&input), Address::NULL);
             Some(GpuPart::Many { table })
         };
         if streamed == 0 && tokens <= FEW_TOKENS {
@@ -401,14 +397,14 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         };
         match gpu {
             None => {}
-            Some(GpuPart::Few { table }) => self.products.few_down(table, choices, out),
-            Some(GpuPart::Many { table }) => self.products.combine(table, choices, out.f32()),
+            Some(GpuPart::Few { table }) => self.products.few_down(&self.cuda.compute, table, choices, out.f32()),
+            Some(GpuPart::Many { table }) => self.products.combine(&self.cuda.compute, table, choices, out.f32()),
         }
         let Choices { layer, tokens, top_k, .. } = choices;
         let admissions = self.admissions.as_ref().filter(|_| self.cuda.is_rehearsing());
         let is_last = layer + 1 == self.pool.residency().layers();
         if let (true, Some(admissions)) = (is_last && layer > 0, admissions) {
-            admissions.join(&self.cuda);
+            admissions.join(&self.cuda, &self.cuda.compute);
         }
         match (cpu, admissions) {
             (true, _) => {
@@ -419,7 +415,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             (false, None) => {}
         }
         if let (false, Some(admissions)) = (is_last, admissions) {
-            admissions.admit(&self.cuda, layer);
+            admissions.admit(&self.cuda, &self.cuda.compute, layer);
         }
         if cpu && !self.cuda.is_recording() {
             self.handoff.serve(&self.cuda, &mut self.cpu, layer, tokens, top_k)?;

@@ -7,6 +7,8 @@
 
 use std::path::{Path, PathBuf};
 
+use moebius_cache::format::ExpertCache;
+
 use crate::{Error, Result};
 
 /// Tokens after which a choice counts half.
@@ -27,6 +29,13 @@ impl Popularity {
     /// Nothing is known yet.
     pub fn new(layers: usize, experts: usize) -> Self {
         Self { layers, experts, counts: vec![0.0; layers * experts] }
+    }
+
+    /// What is known of the experts of a cache.
+    pub fn of(cache: &ExpertCache) -> Self {
+        let (layers, experts) = (cache.num_layers(), cache.num_experts());
+        let saved = cache.is_file().then(|| Self::load(&Self::path_of(cache.path()), layers, experts));
+        saved.flatten().unwrap_or_else(|| Self::new(layers, experts))
     }
 
     /// Adds choices, `[layers, experts]`, that some tokens with `top_k` each made.

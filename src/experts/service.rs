@@ -155,6 +155,12 @@ impl ExpertService {
         of(self.compute().cpu.epilogue())
     }
 
+    /// Compares the checksums of a layer, unless that was done before. Errors: `Error::Cache` for a damaged expert.
+    pub(super) fn check_layer(&self, layer: usize) -> Result<()> {
+        let mut compute = self.compute();
+        self.team.with_caller(|| compute.cpu.check_layer(layer))
+    }
+
     fn compute(&self) -> std::sync::MutexGuard<'_, Compute> {
         self.compute.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -210,8 +216,7 @@ impl ServedLayer {
 
     /// Reads all of the layer and compares its checksums. Errors: `Error::Cache` for a damaged expert.
     pub fn load(&self) -> Result<()> {
-        let mut compute = self.service.compute();
-        self.service.team.with_caller(|| compute.cpu.check_layer(self.index))?;
+        self.service.check_layer(self.index)?;
         self.loaded.store(true, Relaxed);
         Ok(())
     }

@@ -13,7 +13,8 @@
 //! alone; the host function, 20 microseconds, runs beside it. What is handed over lies in a slot that is used again
 //! when its sync was enqueued, in the same stream: buffers never move, and only what is in flight takes memory.
 //!
-//! Prompts that are not recorded may go another way: through the device itself (`gpu/prompts.rs`).
+//! Prompts that are not recorded may go another way: through the device itself (`gpu/prompts.rs`). And the device may
+//! hold some of the experts: their part is computed between submit and sync, beside the owner's (`gpu/held.rs`).
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -23,11 +24,15 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use super::Choices;
+use super::gpu::Limit;
+use super::gpu::held::{HeldExperts, HeldSizes, KeptRows};
+use super::gpu::pin;
 use super::gpu::prompts::{PromptSizes, Prompts};
 use super::mailbox::{Mailbox, Room, blocks};
 use super::service::{DeviceTokens, ExpertService, RowType, ServedLayer, Tokens};
 use crate::cuda::kernels::stream::RECORD_WORDS;
-use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, kernels, launch};
+use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
 use crate::machine::workers::{Gate, Team};
 use crate::{Error, Result};
 
@@ -40,12 +45,21 @@ const POLL: Duration = Duration::from_millis(2);
 /// How long workers spin between two layers.
 const SPIN: Duration = Duration::from_micros(400);
 
+const PANICKED: &str = "the experts' thread panicked: see its message above";
+
 /// The experts' side of a device.
 pub struct StreamPort {
     cuda: Arc<Cuda>,
     mailroom: &'static Mailroom,
     streams: Mutex<HashMap<(usize, bool), StreamSlots>>, // by stream, and whether it is being recorded
+    pinned: Mutex<Vec<PinnedExperts>>,                   // of each model of which the device reads experts
     prompts: Mutex<Vec<Prompts>>,                        // of each model whose prompts this device computes
+}
+
+/// A model's experts, pinned where they lie: once, whoever reads them.
+struct PinnedExperts {
+    registered: Arc<Vec<Registered>>, // first: given up while `service` still maps them
+    service: Arc<ExpertService>,
 }
 
 /// What the owner and the streams share. Graphs may run as long as the process does, so it lives as long.
@@ -55,12 +69,14 @@ struct Mailroom {
     wakes: Gate,
     slots: RwLock<Vec<&'static BatchSlot>>,
     layers: RwLock<Vec<Arc<ServedLayer>>>,
+    held: RwLock<Vec<Arc<HeldExperts>>>, // of each model of which this device holds some
     failed: Mutex<Option<String>>,
 }
 
 /// Room for one batch in flight.
 struct BatchSlot {
     mailbox: Mailbox,
+    kept: Option<KeptRows>, // for experts that the device holds
     forked: CudaEvent,
     woken: CudaEvent,
 }
@@ -86,8 +102,8 @@ pub struct Ticket {
 /// Where the sum comes from.
 #[derive(Debug)]
 enum Answer {
-    /// The CPU, through a slot.
-    Slot(usize),
+    /// The CPU, through a slot; and experts that the device holds of a layer.
+    Slot(usize, Option<usize>),
     /// The device: which model's prompts, and which of their sums.
     Prompts(usize, usize),
 }
@@ -111,12 +127,15 @@ impl StreamPort {
         let mailroom = cuda.as_guest(|| {
             cuda.kernels.prepare(kernels::publish_rows);
             cuda.kernels.prepare(kernels::fetch_rows);
+            cuda.kernels.prepare(kernels::take_table);
+            cuda.kernels.prepare(kernels::admit);
             let mailroom = Mailroom {
                 ring: PinnedBuffer::new(&cuda, RECORDS * RECORD_WORDS)?,
                 head: DeviceBuffer::zeros(&cuda, 1)?,
                 wakes: Gate::new(0),
                 slots: RwLock::default(),
                 layers: RwLock::default(),
+                held: RwLock::default(),
                 failed: Mutex::default(),
             };
             cuda.synchronize()?;
@@ -132,7 +151,18 @@ impl StreamPort {
                 mailroom.own();
             })
             .map_err(|e| Error::Resources(format!("cannot start the experts' thread: {e}; raise `ulimit -u`")))?;
-        Ok(Self { cuda, mailroom, streams: Mutex::default(), prompts: Mutex::default() })
+        Ok(Self { cuda, mailroom, streams: Mutex::default(), pinned: Mutex::default(), prompts: Mutex::default() })
+    }
+
+    /// A model's experts, pinned at the first call.
+    fn pinned(&self, service: &Arc<ExpertService>) -> Arc<Vec<Registered>> {
+        let mut all = lock(&self.pinned);
+        if let Some(pinned) = all.iter().find(|pinned| Arc::ptr_eq(&pinned.service, service)) {
+            return pinned.registered.clone();
+        }
+        let registered = Arc::new(pin(service.memory()));
+        all.push(PinnedExperts { registered: registered.clone(), service: service.clone() });
+        registered
     }
 
     /// Lets the device compute a model's prompts of `sizes.from_tokens` tokens or more, if they are bf16 and not
@@ -142,9 +172,36 @@ impl StreamPort {
     pub fn compute_prompts(&self, service: &Arc<ExpertService>, sizes: PromptSizes) -> Result<()> {
         let mut all = lock(&self.prompts);
         if !all.iter().any(|prompts| prompts.is_of(service)) {
-            all.push(self.cuda.as_guest(|| Prompts::new(&self.cuda, service, sizes))?);
+            let new = || Prompts::new(&self.cuda, service, sizes, self.pinned(service));
+            all.push(self.cuda.as_guest(new)?);
         }
         Ok(())
+    }
+
+    /// Lets the device hold experts of a layer's model, and this layer use them in batches of bf16 of up to
+    /// `sizes.tokens` tokens. The first call for a model takes the memory; its `sizes` are kept.
+    ///
+    /// Errors: `Error::Resources` where VRAM ends; `Error::Invalid` for too little of it or more experts than its
+    /// kernels take; `Error::Cache` for a damaged expert.
+    pub fn hold_experts(&self, layer: &ServedLayer, sizes: HeldSizes) -> Result<()> {
+        self.cuda.as_guest(|| {
+            let held = match self.mailroom.held(layer) {
+                Some(held) => held,
+                None => {
+                    let held = Arc::new(HeldExperts::new(&self.cuda, layer, sizes, self.pinned(layer.service()))?);
+                    let mut all = self.mailroom.held.write().unwrap_or_else(PoisonError::into_inner);
+                    all.push(held.clone());
+                    held
+                }
+            };
+            held.add_layer(layer)
+        })
+    }
+
+    /// Experts of each layer that the device holds of a layer's model, and the choices of its batches; `None`: it holds
+    /// none.
+    pub fn held(&self, layer: &ServedLayer) -> Option<(usize, Choices)> {
+        self.mailroom.held(layer).map(|held| held.state())
     }
 
     /// Makes a layer known. It is kept as long as the process lives: recorded graphs may ask for it.
@@ -171,7 +228,8 @@ impl StreamPort {
         self.cuda.as_guest(|| {
             let handle = stream;
             let stream = CudaStream::of_another(handle);
-            let capturing = stream.is_capturing()?;
+            let recording = stream.recording()?;
+            let capturing = recording.is_some();
             let served = self.mailroom.layer(layer);
             let hidden = served.service().memory().cache().header().hidden;
             let (bytes, choices) = (batch.tokens * hidden * batch.rows.bytes(), batch.tokens * batch.top_k);
@@ -187,8 +245,14 @@ impl StreamPort {
                 Entry::Occupied(slots) => slots.into_mut(),
                 Entry::Vacant(none) => none.insert(StreamSlots { side: CudaStream::beside()?, slots: Vec::new() }),
             };
-            let index = self.slot(slots, bytes, choices)?;
+            let held = self.mailroom.held(&served).filter(|held| held.takes(&served, batch));
+            let index = self.slot(slots, (bytes, choices), held.is_some())?;
             let slot = self.mailroom.slot(index);
+            let held = held.as_ref().zip(slot.kept.as_ref());
+            let kept = held.map_or_else(KeptRows::none, |(held, kept)| {
+                held.begin(&stream, (handle, recording), served.index());
+                held.rows(served.index(), kept)
+            });
             if capturing {
                 self.cuda.record(&slot.forked, &stream);
                 self.cuda.wait(&slots.side, &slot.forked);
@@ -207,9 +271,13 @@ impl StreamPort {
                 (bytes / 16) as i32, choices as i32, (batch.id_bytes / 4) as i32, x.address(), ids.address(),
                 weights.address(), arrived.address(), count.address(), self.mailroom.head.address(),
                 self.mailroom.ring.address(), RECORDS as i32, index as i32, layer as i32, batch.tokens as i32,
-                batch.top_k as i32, batch.rows as i32);
+                batch.top_k as i32, batch.rows as i32, kept);
+            if let Some((held, kept)) = held {
+                held.multiply(&stream, served.index(), batch, kept);
+            }
             self.cuda.check()?;
-            Ok(Ticket { stream: (handle, capturing), bytes, answer: Answer::Slot(index) })
+            let answer = Answer::Slot(index, held.map(|_| layer));
+            Ok(Ticket { stream: (handle, capturing), bytes, answer })
         })
     }
 
@@ -219,17 +287,27 @@ impl StreamPort {
         self.cuda.as_guest(|| {
             let (handle, capturing) = ticket.stream;
             let stream = CudaStream::of_another(handle);
-            let index = match ticket.answer {
+            let (index, layer) = match ticket.answer {
                 Answer::Prompts(at, sum) => return lock(&self.prompts)[at].sync(sum, ticket.bytes / 2, out, &stream),
-                Answer::Slot(index) => index,
+                Answer::Slot(index, layer) => (index, layer.map(|layer| self.mailroom.layer(layer))),
             };
             let slot = self.mailroom.slot(index);
+            let held = layer.as_ref().and_then(|layer| Some((self.mailroom.held(layer)?, layer.index())));
             if capturing {
                 self.cuda.wait(&stream, &slot.woken);
             }
+            let (mut here, mut limit) = (Address::NULL, Limit::NONE);
+            if let (Some((held, layer)), Some(kept)) = (&held, &slot.kept) {
+                limit = held.join(&stream, *layer, kept);
+                here = kept.sum();
+            }
             let Mailbox { count, up, y_address, .. } = &slot.mailbox;
             launch!(self.cuda, &stream, kernels::fetch_rows, [blocks(ticket.bytes), 1, 1];
-                count.address(), up.address(), *y_address, Address::of_another(out), (ticket.bytes / 16) as i32);
+                count.address(), up.address(), *y_address, here, Address::of_another(out), (ticket.bytes / 16) as i32,
+                limit.sent, limit.limit);
+            if let Some((held, layer)) = &held {
+                held.end(&stream, *layer);
+            }
             if let Some(of) = lock(&self.streams).get_mut(&ticket.stream) {
                 of.slots.iter_mut().filter(|(of, _)| *of == index).for_each(|(_, busy)| *busy = false);
             }
@@ -237,11 +315,11 @@ impl StreamPort {
         })
     }
 
-    /// A free slot of the stream that is large enough; makes one if there is none.
-    fn slot(&self, of: &mut StreamSlots, bytes: usize, choices: usize) -> Result<usize> {
+    /// A free slot of the stream that is large enough, and `keeps` rows on the device; makes one if there is none.
+    fn slot(&self, of: &mut StreamSlots, (bytes, choices): (usize, usize), keeps: bool) -> Result<usize> {
         let fits = |index: usize| {
-            let slot = self.mailroom.slot(index);
-            slot.mailbox.x.len() >= bytes && slot.mailbox.ids.len() >= choices
+            let BatchSlot { mailbox, kept, .. } = self.mailroom.slot(index);
+            mailbox.x.len() >= bytes && mailbox.ids.len() >= choices && kept.is_some() == keeps
         };
         if let Some((index, busy)) = of.slots.iter_mut().find(|(index, busy)| !busy && fits(*index)) {
             *busy = true;
@@ -257,6 +335,7 @@ impl StreamPort {
         let room = Room { x: bytes, y: bytes, choices, counters: 1 };
         let slot = BatchSlot {
             mailbox: Mailbox::new(cuda, &room)?,
+            kept: if keeps { Some(KeptRows::new(cuda, bytes, choices)?) } else { None },
             forked: CudaEvent::new(cuda)?,
             woken: CudaEvent::new(cuda)?,
         };
@@ -284,6 +363,11 @@ unsafe extern "C" fn wake(gate: *mut c_void) {
 impl Mailroom {
     fn layer(&self, index: usize) -> Arc<ServedLayer> {
         self.layers.read().unwrap_or_else(PoisonError::into_inner)[index].clone()
+    }
+
+    fn held(&self, layer: &ServedLayer) -> Option<Arc<HeldExperts>> {
+        let all = self.held.read().unwrap_or_else(PoisonError::into_inner);
+        all.iter().find(|held| held.is_of(layer.service())).cloned()
     }
 
     fn slot(&self, index: usize) -> &'static BatchSlot {
@@ -325,7 +409,7 @@ impl Mailroom {
     }
 
     /// Computes a batch. Whatever happens, the stream gets an answer: it waits for it.
-    fn serve(&self, [_, slot, count, layer, tokens, top_k, rows, _]: [u32; RECORD_WORDS]) {
+    fn serve(&self, [_, slot, count, layer, tokens, top_k, rows, is_held]: [u32; RECORD_WORDS]) {
         let slot = self.slot(slot as usize);
         let layer = self.layer(layer as usize);
         let rows = [RowType::F32, RowType::F16, RowType::Bf16][rows as usize];
@@ -341,11 +425,17 @@ impl Mailroom {
             weights: &mailbox.weights[..choices],
             top_k: top_k as usize,
         };
-        let done = catch_unwind(AssertUnwindSafe(|| layer.forward_pinned(batch, out)));
+        let held = if is_held == 1 { self.held(&layer) } else { None };
+        let done = catch_unwind(AssertUnwindSafe(|| {
+            if let Some(held) = &held {
+                held.note(layer.index(), batch.ids); // which the device may overwrite after the answer
+            }
+            layer.forward_pinned(batch, out)
+        }));
         let failed = match done {
             Ok(Ok(())) => None,
             Ok(Err(error)) => Some(error.to_string()),
-            Err(_) => Some("the experts' thread panicked: see its message above".into()),
+            Err(_) => Some(PANICKED.into()),
         };
         if let Some(text) = failed {
             // NaN in all three types.
@@ -353,5 +443,11 @@ impl Mailroom {
             lock(&self.failed).get_or_insert(text);
         }
         mailbox.answer(0, count);
+        if let Some(held) = held {
+            let done = catch_unwind(AssertUnwindSafe(|| held.chosen(layer.index())));
+            if done.is_err() {
+                lock(&self.failed).get_or_insert(PANICKED.into());
+            }
+        }
     }
 }

@@ -5,16 +5,19 @@
 //! host      writes an expert's runs into the ring, and counts them
 //! device    fetch takes the count along, or admit_limit; admit copies up to it and counts what has come
 //! ```
+//!
+//! One thread may send while another enqueues: what the host writes has a lock of its own, which is never held during a
+//! call of the driver.
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::parts::Parts;
 use crate::Result;
 use crate::cuda::kernels::pool::RING_RUNS;
-use crate::cuda::{Address, Cuda, CudaEvent, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
+use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
 use crate::experts::ExpertMemory;
 use crate::experts::mailbox::LINE;
 use crate::experts::pool::Admission;
@@ -26,20 +29,29 @@ const ADMIT_BLOCKS: usize = 2;
 /// Where the experts lie for the device, and those that are on their way.
 pub(super) struct Admissions {
     regions: Vec<(Range<usize>, u64)>, // of pinned memory: addresses of the host, and the device's of the first
-    buffers: Buffers,
-    sent: u32,           // runs that were written
-    ends: VecDeque<u32>, // of each expert on its way: `sent` after its last run
-    fetched: CudaEvent,  // when a layer's sum had come
-    admitted: CudaEvent, // when the branch had ended
-    copied_bytes: u64,   // since the start, of all ranks together
+    sent: Mutex<Sent>,
+    ring: Address<u64>,
+    counts: PinnedBuffer<u32>, // [2, 16]: runs that were written, and that have come; a line each
+    limits: DeviceBuffer<u32>, // [layers]: runs up to which a layer's admit copies
+    head: DeviceBuffer<u32>,   // [2]: runs that were copied; blocks that are done
+    fetched: CudaEvent,        // when a layer's sum had come
+    admitted: CudaEvent,       // when the branch had ended
+}
+
+/// What the host has sent.
+struct Sent {
+    ring: PinnedBuffer<u64>, // [RING_RUNS, 4]
+    runs: u32,               // that were written
+    ends: VecDeque<u32>,     // of each expert on its way: `runs` after its last one
+    copied_bytes: u64,       // since the start, of all ranks together
 }
 
 /// The memory of it.
 pub(super) struct Buffers {
-    ring: PinnedBuffer<u64>,   // [RING_RUNS, 4]
-    counts: PinnedBuffer<u32>, // [2, 16]: runs that were written, and that have come; a line each
-    limits: DeviceBuffer<u32>, // [layers]: runs up to which a layer's admit copies
-    head: DeviceBuffer<u32>,   // [2]: runs that were copied; blocks that are done
+    ring: PinnedBuffer<u64>,
+    counts: PinnedBuffer<u32>,
+    limits: DeviceBuffer<u32>,
+    head: DeviceBuffer<u32>,
 }
 
 impl Buffers {
@@ -55,13 +67,13 @@ impl Buffers {
 
 /// Where `fetch` finds the count of runs, and where it brings it; nowhere: no expert ever comes.
 #[derive(Clone, Copy)]
-pub(super) struct Limit {
-    pub(super) sent: Address<u32>,
-    pub(super) limit: Address<u32>,
+pub(in crate::experts) struct Limit {
+    pub(in crate::experts) sent: Address<u32>,
+    pub(in crate::experts) limit: Address<u32>,
 }
 
 impl Limit {
-    pub(super) const NONE: Self = Self { sent: Address::NULL, limit: Address::NULL };
+    pub(in crate::experts) const NONE: Self = Self { sent: Address::NULL, limit: Address::NULL };
 }
 
 impl Admissions {
@@ -70,7 +82,7 @@ impl Admissions {
         cuda: &Arc<Cuda>,
         (memory, parts): (&ExpertMemory, &Parts),
         registered: &[Registered],
-        buffers: Buffers,
+        Buffers { ring, counts, limits, head }: Buffers,
     ) -> Result<Option<Self>> {
         let regions = memory.regions();
         let addresses: Option<Vec<u64>> = registered.iter().map(Registered::address).collect();
@@ -79,46 +91,51 @@ impl Admissions {
                 let range = |region: &[u8]| region.as_ptr().addr()..region.as_ptr().addr() + region.len();
                 Ok(Some(Self {
                     regions: regions.into_iter().map(range).zip(addresses).collect(),
-                    buffers,
-                    sent: 0,
-                    ends: VecDeque::new(),
+                    ring: ring.address(),
+                    sent: Mutex::new(Sent { ring, runs: 0, ends: VecDeque::new(), copied_bytes: 0 }),
+                    counts,
+                    limits,
+                    head,
                     fetched: CudaEvent::new(cuda)?,
                     admitted: CudaEvent::new(cuda)?,
-                    copied_bytes: 0,
                 }))
             }
             _ => Ok(None),
         }
     }
 
+    fn sent(&self) -> MutexGuard<'_, Sent> {
+        self.sent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Sends an expert to its slot, which begins at `to`.
-    pub(super) fn send(&mut self, parts: &Parts, admission: Admission, to: Address<u8>) {
+    pub(super) fn send(&self, parts: &Parts, admission: Admission, to: Address<u8>) {
         let Admission { layer, expert, .. } = admission;
-        let Self { regions, buffers, sent, copied_bytes, .. } = self;
+        let Sent { ring, runs: written, ends, copied_bytes } = &mut *self.sent();
         parts.each(layer, expert as usize, |offset, runs| {
             let host = runs.from.as_ptr().addr();
-            let region = regions.iter().find(|(range, _)| range.contains(&host)).expect("all experts are pinned");
+            let region = self.regions.iter().find(|(range, _)| range.contains(&host)).expect("all experts are pinned");
             let from = region.1 + (host - region.0.start) as u64;
             let both = |low: usize, high: usize| low as u64 | (high as u64) << 32;
             let shape = [both(runs.bytes, runs.count), both(runs.from_pitch, runs.to_pitch)];
-            let at = 4 * (*sent as usize % RING_RUNS);
-            buffers.ring[at..at + 4].copy_from_slice(&[to.add(offset).to_u64(), from, shape[0], shape[1]]);
-            *sent = sent.wrapping_add(1);
+            let at = 4 * (*written as usize % RING_RUNS);
+            ring[at..at + 4].copy_from_slice(&[to.add(offset).to_u64(), from, shape[0], shape[1]]);
+            *written = written.wrapping_add(1);
         });
         *copied_bytes += parts.whole_bytes(layer) as u64;
-        self.ends.push_back(self.sent);
-        self.buffers.counts.atomic(0).store(self.sent, Ordering::Release);
+        ends.push_back(*written);
+        self.counts.atomic(0).store(*written, Ordering::Release);
     }
 
     /// Of the experts on their way, how many have come.
     pub(super) fn come(&self) -> usize {
-        let done = self.buffers.counts.atomic(LINE).load(Ordering::Acquire);
-        self.ends.iter().take_while(|&&end| done.wrapping_sub(end) as i32 >= 0).count()
+        let done = self.counts.atomic(LINE).load(Ordering::Acquire);
+        self.sent().ends.iter().take_while(|&&end| done.wrapping_sub(end) as i32 >= 0).count()
     }
 
     /// Forgets the first `n` of those that have come.
-    pub(super) fn take(&mut self, n: usize) {
-        self.ends.drain(..n);
+    pub(super) fn take(&self, n: usize) {
+        self.sent().ends.drain(..n);
     }
 
     /// Enqueues what takes the count of runs along to a layer, where no `fetch` does.
@@ -129,27 +146,27 @@ impl Admissions {
 
     /// What a layer's `fetch` is given.
     pub(super) fn limit(&self, layer: usize) -> Limit {
-        Limit { sent: self.buffers.counts.address(), limit: self.buffers.limits.address().add(layer) }
+        Limit { sent: self.counts.address(), limit: self.limits.address().add(layer) }
     }
 
-    /// Enqueues the copies that were sent until the layer's sum had come, beside what follows in the compute stream.
-    pub(super) fn admit(&self, cuda: &Cuda, layer: usize) {
-        cuda.record(&self.fetched, &cuda.compute);
+    /// Enqueues the copies that were sent until the layer's sum had come, beside what follows in `stream`.
+    pub(super) fn admit(&self, cuda: &Cuda, stream: &CudaStream, layer: usize) {
+        cuda.record(&self.fetched, stream);
         cuda.wait(&cuda.copy, &self.fetched);
-        let Buffers { ring, counts, limits, head } = &self.buffers;
+        let Self { ring, counts, limits, head, .. } = self;
         launch!(cuda, &cuda.copy, kernels::admit, [ADMIT_BLOCKS, 1, 1];
-            ring.address().cast(), head.address(), limits.address().add(layer), head.address().add(1),
+            ring.cast(), head.address(), limits.address().add(layer), head.address().add(1),
             counts.address().add(LINE));
         cuda.record(&self.admitted, &cuda.copy);
     }
 
-    /// Lets the compute stream wait for all copies of the step.
-    pub(super) fn join(&self, cuda: &Cuda) {
-        cuda.wait(&cuda.compute, &self.admitted);
+    /// Lets `stream` wait for all copies of the step.
+    pub(super) fn join(&self, cuda: &Cuda, stream: &CudaStream) {
+        cuda.wait(stream, &self.admitted);
     }
 
     /// Bytes that were sent since the start.
     pub(super) fn copied_bytes(&self) -> u64 {
-        self.copied_bytes
+        self.sent().copied_bytes
     }
 }

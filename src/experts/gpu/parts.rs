@@ -48,6 +48,13 @@ impl Parts {
         self.share
     }
 
+    /// By layer, equal numbers where experts are of one size, on every rank.
+    pub(super) fn kinds(&self) -> Vec<usize> {
+        let layouts = self.memory.cache().layouts();
+        let kind = |of: &ExpertLayout| layouts.iter().position(|layout| layout == of).expect("one of them");
+        layouts.iter().map(kind).collect()
+    }
+
     /// Enqueues the copies of some experts, which come to lie one after the other.
     pub(super) fn upload(&self, cuda: &Cuda, layer: usize, experts: Range<usize>, to: Address<u8>) {
         if self.share.is_whole() {

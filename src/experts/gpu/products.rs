@@ -12,7 +12,7 @@ use crate::Result;
 use crate::backend::cuda::packed::ExpertKernels;
 use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
-use crate::cuda::{Address, Cuda, DeviceBuffer, kernels, launch};
+use crate::cuda::{Address, Cuda, CudaStream, DeviceBuffer, kernels, launch};
 use crate::experts::ExpertShape;
 
 /// What the products need beside weights and tokens.
@@ -81,31 +81,37 @@ impl Products {
     }
 
     /// `h` of few tokens, by the experts in `table`.
-    pub(super) fn few_gate_up(&self, table: Address<u64>, input: &LayerInput<'_>) {
-        let LayerInput { layer, x, routing } = *input;
-        let (tokens, top_k) = (routing.tokens(), routing.top_k());
+    pub(super) fn few_gate_up(&self, stream: &CudaStream, table: Address<u64>, x: Address<bf16>, choices: Choices) {
+        let Choices { layer, tokens, top_k, ids, .. } = choices;
         let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
         let grid = [self.layout.gate.n.div_ceil(TILE_ROWS), tokens * top_k, 1];
         let kernels = &self.kernels[layer].gate;
-        launch!(self.cuda, &self.cuda.compute, kernels.few, grid;
-            routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.experts as i32,
-            top_k as i32, kernels.packing, self.epilogue.of(layer));
+        launch!(self.cuda, stream, kernels.few, grid;
+            ids, table, x, self.h.address(), hidden, intermediate, self.experts as i32, top_k as i32,
+            kernels.packing, self.epilogue.of(layer));
     }
 
     /// Adds the products of `h` with `down`, weighted, to `out`.
-    pub(super) fn few_down(&self, table: Address<u64>, choices: Choices, out: &mut Tensor) {
+    pub(super) fn few_down(&self, stream: &CudaStream, table: Address<u64>, choices: Choices, out: Address<f32>) {
         let Choices { layer, tokens, top_k, ids, weights } = choices;
-        let (stream, hidden, intermediate) = (&self.cuda.compute, self.layout.gate.k, self.layout.down.k);
+        let (hidden, intermediate) = (self.layout.gate.k, self.layout.down.k);
         let kernels = &self.kernels[layer];
         launch!(self.cuda, stream, kernels.down.few, [hidden.div_ceil(TILE_ROWS), tokens, 1];
-            ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, kernels.down_at,
+            ids, weights, table, self.h.address(), out, hidden as i32, intermediate as i32, kernels.down_at,
             self.experts as i32, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
     }
 
     /// `y` of all pairs of `x` [tokens, hidden] whose expert is in `table`, counted in `used` unless that is null.
-    pub(super) fn grouped(&self, table: Address<u64>, x: Address<bf16>, choices: Choices, used: Address<u32>) {
+    pub(super) fn grouped(
+        &self,
+        stream: &CudaStream,
+        table: Address<u64>,
+        x: Address<bf16>,
+        choices: Choices,
+        used: Address<u32>,
+    ) {
         let Choices { layer, tokens, top_k, ids, .. } = choices;
-        let (cuda, stream, layout, experts) = (&self.cuda, &self.cuda.compute, &self.layout, self.experts);
+        let (cuda, layout, experts) = (&self.cuda, &self.layout, self.experts);
         let pairs = tokens * top_k;
         let kernels = &self.kernels[layer];
         let [gate_up, down] = kernels.grouped(&cuda.info, pairs / experts);
@@ -125,9 +131,9 @@ impl Products {
     }
 
     /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`.
-    pub(super) fn combine(&self, table: Address<u64>, choices: Choices, out: Address<f32>) {
+    pub(super) fn combine(&self, stream: &CudaStream, table: Address<u64>, choices: Choices, out: Address<f32>) {
         let Choices { tokens, top_k, ids, weights, .. } = choices;
-        let (stream, hidden) = (&self.cuda.compute, self.layout.gate.k);
+        let hidden = self.layout.gate.k;
         launch!(self.cuda, stream, kernels::experts_combine, [tokens, hidden.div_ceil(COMBINED), 1];
             ids, weights, table, self.y.address(), out, hidden as i32, self.experts as i32, top_k as i32);
     }

@@ -28,11 +28,11 @@ use crate::model::Share;
 use crate::{Error, Result};
 
 /// Experts of a layer that `experts_sort` takes.
-const MAX_EXPERTS: usize = 512;
+pub(super) const MAX_EXPERTS: usize = 512;
 /// Pairs of a token and an expert that it takes.
-const MAX_PAIRS: usize = 131_072;
+pub(super) const MAX_PAIRS: usize = 131_072;
 /// Ids that an engine may have for the experts of a layer.
-const MAX_IDS: usize = 4096;
+pub(super) const MAX_IDS: usize = 4096;
 
 /// Which batches go this way, and how many of their tokens at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +49,7 @@ pub struct PromptSizes {
 
 /// The experts of one model, for the prompts of one device.
 pub struct Prompts {
-    _registered: Vec<Registered>, // first: given up while `service` still maps them
+    _registered: Arc<Vec<Registered>>, // first: given up while `service` still maps them
     cuda: Arc<Cuda>,
     service: Arc<ExpertService>,
     from_tokens: usize,
@@ -75,11 +75,27 @@ struct Sum {
     busy: bool,
 }
 
+/// Products of a service's experts with up to `tokens` tokens.
+pub(super) fn products(cuda: &Arc<Cuda>, service: &ExpertService, tokens: usize, top_k: usize) -> Result<Products> {
+    let shape = service.memory().shape();
+    service.with_epilogue(|epilogue| {
+        let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring: 0, share: Share::WHOLE };
+        let width = 0..shape.intermediate();
+        let epilogue = DeviceEpilogue::new(cuda, epilogue, shape.layers(), (sizes.share, &width))?;
+        Products::new(cuda, &shape, epilogue, &sizes)
+    })
+}
+
 impl Prompts {
-    /// Takes the VRAM, and pins the experts where they lie.
+    /// Takes the VRAM. `registered`: the experts, pinned where they lie.
     ///
     /// Errors: `Error::Resources` where VRAM ends; `Error::Invalid` for more experts than the kernels take.
-    pub fn new(cuda: &Arc<Cuda>, service: &Arc<ExpertService>, sizes: PromptSizes) -> Result<Self> {
+    pub fn new(
+        cuda: &Arc<Cuda>,
+        service: &Arc<ExpertService>,
+        sizes: PromptSizes,
+        registered: Arc<Vec<Registered>>,
+    ) -> Result<Self> {
         let memory = service.memory();
         let shape = memory.shape();
         if shape.experts > MAX_EXPERTS {
@@ -93,16 +109,8 @@ impl Prompts {
         let tokens = sizes.tokens.min(MAX_PAIRS / top_k).max(1);
         let pairs = tokens * top_k;
         let half = (sizes.ring_bytes / 2 / shape.most_bytes()).clamp(1, shape.experts);
-        let products = service.with_epilogue(|epilogue| {
-            let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring: 0, share: Share::WHOLE };
-            let width = 0..shape.intermediate();
-            let epilogue = DeviceEpilogue::new(cuda, epilogue, shape.layers(), (sizes.share, &width))?;
-            Products::new(cuda, &shape, epilogue, &sizes)
-        })?;
+        let products = products(cuda, service, tokens, top_k)?;
         let ring = Ring::new(cuda, &shape, half)?;
-        // Not pinned is slower, not wrong: some systems allow it for no memory of files.
-        let registered =
-            memory.regions().into_iter().map_while(|region| Registered::new(region, !memory.is_copy()).ok()).collect();
         let prompts = Self {
             parts: Parts::new(memory.clone(), Share::WHOLE)?,
             ring,
@@ -173,7 +181,7 @@ impl Prompts {
                 weights: self.weights.address(),
             };
             self.multiply(choices);
-            self.products.combine(self.here.address(), choices, out.add(first * hidden));
+            self.products.combine(&cuda.compute, self.here.address(), choices, out.add(first * hidden));
             cuda.record(&self.done, &cuda.compute);
         }
         cuda.check()?;
@@ -250,7 +258,7 @@ impl Prompts {
             }
             let cuda = &self.cuda;
             cuda.wait(&cuda.compute, &self.ring.filled[half]);
-            self.products.grouped(self.ring.table(half), self.x.address(), choices, Address::NULL);
+            self.products.grouped(&cuda.compute, self.ring.table(half), self.x.address(), choices, Address::NULL);
             cuda.record(&self.ring.used[half], &cuda.compute);
         }
     }

@@ -7,8 +7,8 @@ use moebius_cache::pack::ExpertLayout;
 use super::parts::Parts;
 use crate::Result;
 use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer};
+use crate::experts::ExpertShape;
 use crate::experts::residency::{Place, Residency};
-use crate::experts::{CpuExperts, ExpertShape};
 
 /// The experts in VRAM, and where they are.
 pub(super) struct Residents {
@@ -47,12 +47,17 @@ impl Residents {
         })
     }
 
-    /// Copies the experts that are to be in VRAM. Errors: `Error::Cache` for a damaged one.
-    pub(super) fn fill(&mut self, cpu: &mut CpuExperts, parts: &Parts, residency: &Residency) -> Result<()> {
+    /// Copies the experts that are to be in VRAM, those of a layer after `check`. Errors: what that says.
+    pub(super) fn fill(
+        &mut self,
+        parts: &Parts,
+        residency: &Residency,
+        mut check: impl FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
         let cuda = self.cuda.clone();
         for layer in 0..residency.layers() {
             if self.slots > 0 {
-                cpu.check_layer(layer)?;
+                check(layer)?;
             }
             for &expert in residency.in_vram(layer) {
                 let Place::Vram(slot) = residency.place(layer, expert) else { continue };
@@ -85,11 +90,21 @@ impl Residents {
 
     /// Brings what changed to the tables, before the next pass in the compute stream.
     pub(super) fn update(&mut self, residency: &Residency, moved: &[(usize, u16)]) {
+        self.stage(residency, moved);
+        self.cuda.upload(&self.cuda.compute, self.tables.address(), &self.staged);
+    }
+
+    /// Writes what changed where it is brought to the tables from.
+    pub(super) fn stage(&mut self, residency: &Residency, moved: &[(usize, u16)]) {
         for &(layer, expert) in moved {
             self.staged[layer * self.experts + expert as usize] = self.address_of(residency, layer, expert);
             self.marked[layer] = None;
         }
-        self.cuda.upload(&self.cuda.compute, self.tables.address(), &self.staged);
+    }
+
+    /// Where it writes that.
+    pub(super) fn staged(&self) -> Address<u64> {
+        self.staged.address()
     }
 
     /// [`addresses`](Residents::addresses) on the device.

@@ -191,7 +191,7 @@ impl GpuExperts {
     fn multiply(&self, half: usize, input: &LayerInput<'_>, counted: bool) {
         self.cuda.wait(&self.cuda.compute, &self.ring.filled[half]);
         let used = if counted { Address::NULL } else { self.counts(input.layer) };
-        self.products.grouped(self.ring.table(half), input.x.bf16(), Choices::from(input), used);
+        self.products.grouped(&self.cuda.compute, self.ring.table(half), input.x.bf16(), Choices::from(input), used);
         self.cuda.record(&self.ring.used[half], &self.cuda.compute);
     }
 }
