@@ -7,11 +7,16 @@
 //   fetch    waits for the host to bring `up` to the same count, then adds what it wrote (f32): x[t] += y[t]. `sent`,
 //            if not null, is a number of the host's that it brings to `limit`, for kernels that follow
 //
+//   take     on a GPU that holds experts for this one: waits for what was published, copies it, and clears y
+//   give     writes the sum of its experts (f32) back, then brings `up` to the same count, for a fetch
+//
 //   foretell writes a guess of a later layer's `choices` experts there, but for those in VRAM. Nobody waits for it, and
 //            nothing but time depends on it
 //
 // A few tokens need one block, which leaves the other multiprocessors to the graph's other branch. An expert in VRAM
 // (`resident[id]` is an address) is published as ~id, which the CPU skips.
+//
+// Between two GPUs both wait. Where `stop`, if there is one, is not 0, one has failed: nobody waits any longer.
 //
 // Each side counts up by one with every pass, so nothing has to be cleared while a pass may still run:
 //   count    the device's count of passes
@@ -23,6 +28,16 @@
 
 constexpr int HANDOFF_THREADS = 1024;
 
+// Each look at `stop` crosses PCIe.
+constexpr int STOP_SPINS = 1 << 10;
+
+__device__ __forceinline__ void wait_until(const uint32_t* counter, uint32_t count, const uint32_t* stop) {
+    for (int spins = 1; (int)(load_acquire_system(counter) - count) < 0; spins++) {
+        pause_ns(40);
+        if (stop && spins % STOP_SPINS == 0 && load_acquire_system(stop) != 0) return;
+    }
+}
+
 KERNEL(publish, HANDOFF_THREADS, 0, const bf16* h, const int* ids, const float* weights, const uint64_t* resident,
     int rows_words, int choices, int experts, uint4* host_h, int* host_ids, float* host_weights, uint32_t* used,
     uint32_t* arrived, uint32_t* count, uint32_t* down) {
@@ -33,7 +48,7 @@ KERNEL(publish, HANDOFF_THREADS, 0, const bf16* h, const int* ids, const float* 
     for (int i = first; i < choices; i += step) {
         const int id = ids[i];
         const bool valid = id >= 0 && id < experts;
-        if (valid) atomicAdd(used + id, 1u);
+        if (valid && used) atomicAdd(used + id, 1u);
         host_ids[i] = valid && resident && resident[id] ? ~id : id;
         host_weights[i] = weights[i];
     }
@@ -46,6 +61,39 @@ KERNEL(publish, HANDOFF_THREADS, 0, const bf16* h, const int* ids, const float* 
     store_release_system(down, ++*count);
 }
 
+KERNEL(take, HANDOFF_THREADS, 0, const uint4* host_h, const int* host_ids, const float* host_weights, uint4* h,
+    int* ids, float* weights, uint4* y, int rows_words, int choices, uint32_t* arrived, uint32_t* count,
+    const uint32_t* down, const uint32_t* stop) {
+    begin_kernel();
+    const int first = blockIdx.x * HANDOFF_THREADS + threadIdx.x, step = gridDim.x * HANDOFF_THREADS;
+    const uint32_t expected = *count + 1;
+    for (int i = first; i < 2 * rows_words; i += step) y[i] = {0, 0, 0, 0};
+    if (threadIdx.x == 0) wait_until(down, expected, stop);
+    __syncthreads();
+    for (int i = first; i < rows_words; i += step) h[i] = load_uncached(host_h + i);
+    for (int i = first; i < choices; i += step) {
+        ids[i] = (int)load_acquire_system(reinterpret_cast<const uint32_t*>(host_ids) + i);
+        weights[i] = __uint_as_float(load_acquire_system(reinterpret_cast<const uint32_t*>(host_weights) + i));
+    }
+    __syncthreads();
+    if (threadIdx.x > 0 || atomicAdd(arrived, 1u) != gridDim.x - 1) return;
+    *arrived = 0;
+    *count = expected;
+}
+
+KERNEL(give, HANDOFF_THREADS, 0, const uint4* y, uint4* host_y, int words, uint32_t* arrived, const uint32_t* count,
+    uint32_t* up) {
+    begin_kernel();
+    for (int i = blockIdx.x * HANDOFF_THREADS + threadIdx.x; i < words; i += gridDim.x * HANDOFF_THREADS)
+        host_y[i] = y[i];
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x > 0 || atomicAdd(arrived, 1u) != gridDim.x - 1) return;
+    __threadfence_system();
+    *arrived = 0;
+    store_release_system(up, *count);
+}
+
 KERNEL(foretell, WARP, 0, const int* ids, const uint64_t* resident, int choices, int experts, uint32_t* host_ids) {
     begin_kernel();
     for (int i = threadIdx.x; i < choices; i += WARP) {
@@ -56,10 +104,9 @@ KERNEL(foretell, WARP, 0, const int* ids, const uint64_t* resident, int choices,
 }
 
 KERNEL(fetch, HANDOFF_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y, float* x, int words,
-    const uint32_t* sent, uint32_t* limit) {
+    const uint32_t* sent, uint32_t* limit, const uint32_t* stop) {
     begin_kernel();
-    if (threadIdx.x == 0)
-        while ((int)(load_acquire_system(up) - *count) < 0) pause_ns(40);
+    if (threadIdx.x == 0) wait_until(up, *count, stop);
     __syncthreads();
     // While the others read.
     if (sent && blockIdx.x == 0 && threadIdx.x == HANDOFF_THREADS - 1) *limit = load_acquire_system(sent);

@@ -348,7 +348,8 @@ impl Cuda {
         }
     }
 
-    fn fail(&self, text: impl FnOnce() -> String) {
+    /// Keeps a failure, if it is the first: [`check`](Cuda::check) tells it.
+    pub(crate) fn fail(&self, text: impl FnOnce() -> String) {
         self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(text);
     }
 
@@ -397,6 +398,11 @@ impl Cuda {
             result => self.note("an op on the device", result),
         }
         self.check()
+    }
+
+    /// Whether ops of the compute stream are under way. Does not wait.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.compute.query() == CUresult::CUDA_ERROR_NOT_READY
     }
 
     /// Waits for all ops. Errors: the first of them that failed.

@@ -6,12 +6,14 @@
 mod common;
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use common::cosine;
-use common::gpu::{Filled, ROUNDING, Sides, Within, check, need_gpu, random, team};
+use common::gpu::{Filled, ROUNDING, Sides, Within, check, gpus, need_gpu, random, team};
 use moebius::backend::cuda::{CudaBackend, CudaRouting};
 use moebius::backend::source::Shapes;
 use moebius::backend::{Load, Route, RouterTensors, Routing};
+use moebius::cuda::Cuda;
 use moebius::experts::cost::CostModel;
 use moebius::experts::gpu::{GpuExperts, Prefill, Sizes};
 use moebius::experts::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory};
@@ -142,6 +144,10 @@ fn without_gates() -> ModelConfig {
     families::parse(&text).unwrap()
 }
 
+/// No other GPU has any.
+const NONE_HELD: Sizes =
+    Sizes { tokens: 0, cpu_tokens: 0, top_k: 0, resident: 0, ring: 0, share: Share::WHOLE, holders: 0, held: 0 };
+
 fn placed(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place) -> GpuExperts {
     let (resident, ring) = match place {
         Place::Vram => (EXPERTS, 0),
@@ -150,8 +156,12 @@ fn placed(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place) -> GpuExperts
         Place::Everywhere => (2, 4),
         Place::VramAndCpu => (3, 0),
     };
-    let share = Share::WHOLE;
-    share_of(b, store, place, Sizes { tokens: MAX_TOKENS, cpu_tokens: MAX_TOKENS, top_k: TOP_K, resident, ring, share })
+    share_of(
+        b,
+        store,
+        place,
+        Sizes { tokens: MAX_TOKENS, cpu_tokens: MAX_TOKENS, top_k: TOP_K, resident, ring, ..NONE_HELD },
+    )
 }
 
 /// What a rank has of them.
@@ -324,7 +334,8 @@ fn parts_of_the_width_add_up_to_all_of_it() {
         let store = store(hidden, width, precision);
         let part = |rank| {
             let share = Share { rank, of: 2 };
-            let sizes = Sizes { tokens: 16, cpu_tokens: 8, top_k: TOP_K, resident: EXPERTS, ring: 0, share };
+            let sizes =
+                Sizes { tokens: 16, cpu_tokens: 8, top_k: TOP_K, resident: EXPERTS, ring: 0, share, ..NONE_HELD };
             share_of(b, &store, Place::Vram, sizes)
         };
         let mut parts = [part(0), part(1)];
@@ -335,6 +346,86 @@ fn parts_of_the_width_add_up_to_all_of_it() {
             check(&format!("{precision}, {tokens} tokens"), &sum, &naive(&store, 1, &x, &routing), ROUNDED);
         }
     }
+}
+
+/// Two experts in VRAM, and so many of each layer on other GPUs; `streamed`: the others cross the link.
+fn beside(b: &CudaBackend, store: &Arc<ExpertCache>, held: &[usize], streamed: bool) -> GpuExperts {
+    let (place, ring) = if streamed { (Place::Streamed, 2) } else { (Place::Cpu, 0) };
+    let sizes = Sizes {
+        tokens: MAX_TOKENS,
+        cpu_tokens: MAX_TOKENS,
+        top_k: TOP_K,
+        resident: 2,
+        ring,
+        holders: held.len(),
+        held: held.iter().sum(),
+        ..NONE_HELD
+    };
+    let mut experts = share_of(b, store, place, sizes);
+    for (i, n) in held.iter().enumerate() {
+        experts.hold(Cuda::open(i + 1).unwrap(), *n).unwrap();
+    }
+    experts
+}
+
+#[test]
+fn experts_that_other_gpus_hold() {
+    need_gpu!(gpus() < 3, "it takes three GPUs");
+    let b = &Sides::new().gpu;
+    for &(precision, hidden, intermediate) in [&FORMATS[0], &FORMATS[10]] {
+        let store = store(hidden, intermediate, precision);
+        let mut reference = on_cpu(&store);
+        for (held, streamed) in [(&[5][..], false), (&[2, 3], false), (&[3], false), (&[1, 2], true)] {
+            let (mut experts, mut again) = (beside(b, &store, held, streamed), beside(b, &store, held, streamed));
+            for (i, tokens) in [1, 3, 12, 50, 2, 300].into_iter().enumerate() {
+                let layer = i % LAYERS;
+                let what = format!("{precision}, {held:?} held, {tokens} tokens");
+                let (x, routing) = (random(tokens * hidden, 60 + i as u64), routing(tokens, 70 + i as u64));
+                let got = run(b, &mut experts, layer, &x, &routing, 0.0);
+                let want = run_on_cpu(&mut reference, layer, &x, &routing);
+                let rows = got.chunks(hidden).zip(want.chunks(hidden)).enumerate();
+                for (t, (got, want)) in rows.filter(|(_, (_, want))| want.iter().any(|&w| w != 0.0)) {
+                    let cosine = cosine(got, want);
+                    assert!(cosine >= 0.999, "{what}, token {t}: cosine {cosine} with the CPU's");
+                }
+                if held.iter().sum::<usize>() + 2 == EXPERTS {
+                    check(&what, &got, &naive(&store, layer, &x, &routing), ROUNDED);
+                }
+                assert_eq!(run(b, &mut again, layer, &x, &routing, 0.0), got, "{what}: other bits in another run");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_holder_that_fails_ends_the_pass() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    if common::gpu::device() == Some("a GPU") {
+        return eprintln!("skipped: a GPU that has failed is of no use to other tests");
+    }
+    let b = &Sides::new().gpu;
+    let (precision, hidden, intermediate) = FORMATS[0];
+    let store = store(hidden, intermediate, precision);
+    let other = Cuda::open(1).unwrap();
+    b.cuda().enter_thread().unwrap();
+    let sizes = Sizes { holders: 1, held: 5, resident: 2, tokens: 16, cpu_tokens: 16, top_k: TOP_K, ..NONE_HELD };
+    let mut experts = share_of(b, &store, Place::Cpu, sizes);
+    experts.hold(other.clone(), 5).unwrap();
+    let (x, routing) = (random(3 * hidden, 90), routing(3, 91));
+    run(b, &mut experts, 0, &x, &routing, 0.0);
+    let (tokens, routing) = (b.filled(hidden, &x), on_device(b, &routing, hidden));
+    let mut out = b.filled_f32(hidden, &vec![0.0; x.len()]);
+    // The other's stream, of a thread whose device it is not.
+    other.upload(&other.compute, moebius::cuda::Address::<u8>::of_another(64), &[0]);
+    let since = Instant::now();
+    let error = loop {
+        let ran = experts.submit(0, &tokens, &routing).and_then(|()| experts.finish(&mut out));
+        match ran.and_then(|()| b.cuda().synchronize()) {
+            Err(error) => break error.to_string(),
+            Ok(()) => assert!(since.elapsed() < Duration::from_secs(5), "nobody has said that a holder failed"),
+        }
+    };
+    assert!(error.contains("a GPU that holds experts has failed"), "{error}");
 }
 
 #[test]

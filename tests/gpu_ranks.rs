@@ -20,7 +20,7 @@ use moebius::engine::capture::{Wanted, capture};
 use moebius::forward::block_pool::BlockPool;
 use moebius::forward::tap::{Layers, Take, Tap};
 use moebius::kernel::random::Random;
-use moebius::load::gpu::CONTEXT_BYTES;
+use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan, HolderPlan};
 use moebius::load::{self, Budget, Kept, Loaded, Spec, Stored, synthetic};
 use moebius::machine::topology::Topology;
 use moebius::model::Ffn;
@@ -176,6 +176,78 @@ fn models_on_several_gpus_say_what_they_say_on_one() {
                 assert!(off < 0.02, "{model} on {devices:?}: off by {off} where it is steered");
             }
         }
+    }
+}
+
+/// What a model takes of two GPUs of which the second may take so much, with two experts of a layer on the first.
+fn uneven(model: &str, second: u64) -> (EngineConfig, GpuPlan) {
+    let config = EngineConfig {
+        vram: vec![8 << 30, second],
+        resident_experts: Some(2),
+        max_batch_tokens: Some(256),
+        prefill: PrefillOn::Cpu,
+        ..config(&[0, 1])
+    };
+    let machine = load::machine(&config, &Topology::read()).unwrap();
+    let folder = folder(model, &demo_dir(model));
+    let Budget::Gpu(_, plan) = Budget::new(&folder.spec(&config).unwrap(), &machine).unwrap() else {
+        panic!("on the CPU")
+    };
+    (config, *plan)
+}
+
+#[test]
+fn models_on_a_gpu_beside_another_one_say_what_they_say_on_one() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    let tokens: Vec<u32> = (0..40).map(|i| (i * 37 + 11) % 1000).collect();
+    for model in ["moe-gqa", "moe-mla"] {
+        let (config, all) = uneven(model, 4 << 30);
+        let one = EngineConfig { device: Device::Cuda(vec![0]), vram: Vec::new(), resident_experts: None, ..config };
+        let mut one = demo(model, &one);
+        let (want, answer) = (logits(&mut one, &tokens), greedy(&mut one, &tokens, 12));
+        let want_steered = steered(&mut one, &tokens);
+        drop(one);
+        // All others are held, and some of them.
+        let HolderPlan { buffers, experts, resident, .. } = all.holders[0].clone();
+        assert!(all.sizes.unwrap().in_ram(experts + 2) == 0 && experts > 3);
+        let some = CONTEXT_BYTES + buffers + 3 * resident / experts as u64;
+        for second in [4 << 30, some] {
+            let (config, plan) = uneven(model, second);
+            assert_eq!(plan.holders[0].experts, if second == some { 3 } else { experts });
+            let (mut first, mut again) = (demo(model, &config), demo(model, &config));
+            let said = first.device.clone().unwrap();
+            assert!(said.contains("on another GPU") && said.contains("so cuda:0 has all but experts"), "{said}");
+            // Activations of the CPU's experts have 8 bits.
+            let may = if second == some { 0.05 } else { 0.02 };
+            let got = logits(&mut first, &tokens);
+            eprintln!("{model}, {} held: off by {}", plan.holders[0].experts, off(&got, &want));
+            assert!(off(&got, &want) < may, "{model}: off by {}", off(&got, &want));
+            let said = greedy(&mut first, &tokens, 12);
+            assert!(said == answer || second == some, "{model}: {said:?} in place of {answer:?}");
+            let same = logits(&mut again, &tokens).iter().zip(&got).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "{model}: other bits in another run");
+            assert_eq!(greedy(&mut again, &tokens, 12), said, "{model}");
+            let off = off(&steered(&mut again, &tokens), &want_steered);
+            assert!(off < may, "{model}: off by {off} where it is steered");
+        }
+    }
+}
+
+#[test]
+fn what_a_holder_takes_is_planned() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    let (config, planned) = uneven("moe-gqa", 4 << 30);
+    let machine = load::machine(&config, &Topology::read()).unwrap();
+    let folder = folder("moe-gqa", &demo_dir("moe-gqa"));
+    let spec = folder.spec(&config).unwrap();
+    let Budget::Gpu(gpus, plan) = Budget::new(&spec, &machine).unwrap() else { panic!("on the CPU") };
+    let experts = Some(synthetic::experts(spec.model, Precision::int4(32)).unwrap());
+    let stored = Stored { resident: &folder.checkpoint, experts };
+    let _loaded = load::assemble(&spec, stored, Budget::Gpu(gpus.clone(), plan), machine, &|_| {}).unwrap();
+    for (gpu, planned) in gpus.iter().zip([planned.total(), planned.holders[0].total()]) {
+        let (taken, planned) = (gpu.allocated(), planned - CONTEXT_BYTES);
+        let off = taken as f64 / planned as f64 - 1.0;
+        assert!(off.abs() < 0.03, "{taken} bytes taken, {planned} planned");
     }
 }
 

@@ -236,6 +236,7 @@ mod gpu {
             return eprintln!("skipped: there is a GPU");
         }
         let with = |flags: &[&'static str]| [&LITE[..], &["--device", "cuda:0"], flags].concat();
+        let decode = |plan: &Value| plan["expected"]["decode_tok_per_s"].as_f64().unwrap();
         let large = json(&with(&["--vram", "24GiB"]));
         assert_eq!((&large["resident_experts"], &large["is_assumed"]), (&64.into(), &true.into()));
         // A model of which this machine could hold nothing.
@@ -244,17 +245,20 @@ mod gpu {
         let small = json(&with(&["--vram", "6GiB"]));
         assert!(small["resident_experts"].as_u64().unwrap() < 64);
         assert!(small["advice"].to_string().contains("more VRAM all experts would be resident"), "{small}");
-        let decode = |plan: &Value| plan["expected"]["decode_tok_per_s"].as_f64().unwrap();
         assert!(decode(&large) > decode(&small));
 
         refused(&with(&[]), &["give --vram to plan for a GPU that is not here"]);
         refused(&with(&["--vram", "16"]), &["--vram 16 bytes", "such as 16GiB"]);
         // Of each of several.
         let of = |device, vram| [&LITE[..], &["--device", device, "--vram", vram]].concat();
-        let two = json(&of("cuda:0,1", "24GiB,6GiB"));
-        assert_eq!(two["vram_limit_bytes"], 6u64 << 30, "what all of them may take");
-        let (success, text) = output(&of("cuda:0,1", "24GiB,6GiB"));
-        assert!(success && text.contains("\nGPUs      24.0 GiB of cuda:0, 6.0 GiB of cuda:1 may be taken"), "{text}");
+        let two = json(&of("cuda:0,1", "6GiB,5GiB"));
+        assert_eq!((&two["vram_limit_bytes"], &two["holders"]), (&(5u64 << 30).into(), &Value::Array(vec![])));
+        // Too uneven for shares: the larger one has all but experts that the other one holds.
+        let two = json(&of("cuda:0,1", "4GiB,6GiB"));
+        let held = &two["holders"][0];
+        assert_eq!((&two["vram_limit_bytes"], &held["vram_limit_bytes"]), (&(6u64 << 30).into(), &(4u64 << 30).into()));
+        assert!(held["experts"].as_u64().unwrap() > 0 && held["vram_bytes"].as_u64().unwrap() <= 4 << 30, "{two}");
+        assert!(decode(&two) > decode(&json(&with(&["--vram", "6GiB"]))), "{two}");
         refused(&of("cuda:0,1,2", "24GiB,6GiB"), &["2 sizes for --device cuda:0,1,2", "give 3, or one for all"]);
         refused(&of("auto", "24GiB,6GiB"), &["2 sizes", "as in --device cuda:0,1"]);
         refused(&with(&["--vram", "1GiB"]), &["GiB of VRAM", "raise --vram to "]);

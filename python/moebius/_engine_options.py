@@ -61,7 +61,7 @@ class EngineOptions(TypedDict, total=False):
 
     device: str | None
     """Device to run on: auto (as many GPUs of one kind as are fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for a
-    share on each of several [default: auto]."""
+    share on each of several, or experts on the others where they are not alike [default: auto]."""
 
     vram: str | int | None
     """Maximum VRAM to use of each GPU, such as 16GiB, or 16GiB,24GiB for the two of --device cuda:0,1 [default: all

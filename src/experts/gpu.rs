@@ -21,13 +21,15 @@
 //! admissions   experts on their way into VRAM beside a step
 //! handoff      the CPU's part, through a mailbox
 //! learning     counts of chosen experts
+//! holder       another GPU that holds experts for this one
 //! together     the pools of several ranks
 //! prompts      experts alone, of another engine's prompts
 //! held         experts alone, in VRAM for another engine's decode
 //! ```
 //!
-//! With several GPUs each has a part of every expert's width, and the CPU's share is the first one's to add. All ranks
-//! decide alike where an expert is computed, and have the same experts in VRAM.
+//! GPUs that are not alike, or do not reach each other's memory, hold whole experts for the first one, which has
+//! everything else (`holder`). Of GPUs that are alike each has a part of every expert's width, and the CPU's share is
+//! the first one's to add. All ranks decide alike where an expert is computed, and have the same experts in VRAM.
 //!
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
 
@@ -35,6 +37,7 @@ mod admissions;
 mod epilogue;
 mod handoff;
 pub mod held;
+mod holder;
 mod learning;
 mod parts;
 mod products;
@@ -61,6 +64,7 @@ use admissions::Admissions;
 pub(super) use admissions::Limit;
 use epilogue::DeviceEpilogue;
 use handoff::Handoff;
+use holder::{Channel, Holder, Side};
 use learning::Learning;
 use parts::Parts;
 use products::{Choices, LayerInput, Products};
@@ -90,6 +94,17 @@ pub struct Sizes {
     pub ring: usize,
     /// What this rank has of each.
     pub share: Share,
+    /// GPUs that hold experts for this one.
+    pub holders: usize,
+    /// Experts of each layer that these hold together.
+    pub held: usize,
+}
+
+impl Sizes {
+    /// Of so many experts of a layer, those that are in RAM alone.
+    pub fn in_ram(&self, experts: usize) -> usize {
+        experts - self.resident - self.held
+    }
 }
 
 /// All routed experts of a model.
@@ -111,6 +126,8 @@ pub struct GpuExperts {
     ring: Ring,
     products: Products,
     handoff: Handoff,
+    holders: Vec<Holder>,
+    held: usize, // experts of a layer that these have
     learning: Option<Learning>,
     vram_bytes: u64, // of experts that were read in VRAM in decode, since the start
     submitted: Option<Submitted>,
@@ -159,7 +176,7 @@ impl Buffers {
         epilogue: &Epilogue,
         sizes: &Sizes,
     ) -> Result<Self> {
-        let half = (sizes.ring / 2).min(shape.experts - sizes.resident);
+        let half = (sizes.ring / 2).min(sizes.in_ram(shape.experts));
         let epilogue = DeviceEpilogue::new(cuda, epilogue, shape.layers(), (sizes.share, width))?;
         Ok(Self {
             residents: Residents::new(cuda, shape, sizes.resident)?,
@@ -214,12 +231,12 @@ impl GpuExperts {
         let (cache, shape) = (memory.cache(), memory.shape());
         let (layers, experts) = (shape.layers(), shape.experts);
         let (popularity, path) = (Popularity::of(cache), cache.is_file().then(|| Popularity::path_of(cache.path())));
-        let registered = match (sizes.ring >= 2 || sizes.resident > 0) && sizes.resident < experts {
+        let registered = match (sizes.ring >= 2 || sizes.resident > 0) && sizes.in_ram(experts) > 0 {
             true => pin(&memory),
             false => Vec::new(),
         };
         let start = Start {
-            residency: Residency::new((0..layers).map(|layer| popularity.order(layer)), sizes.resident),
+            residency: Residency::new((0..layers).map(|layer| popularity.order(layer)), sizes.resident, sizes.held),
             learning: learning(&cuda, &shape, &sizes, popularity, path)?,
             registered: Arc::new(registered),
             together: Together::Alone,
@@ -241,6 +258,19 @@ impl GpuExperts {
             first.admissions = None; // nothing comes to one rank alone
         }
         Ok(rank)
+    }
+
+    /// Gives `on` so many of the experts that others are to hold, the most chosen first, before anything runs. Errors:
+    /// as [`new`](GpuExperts::new).
+    pub fn hold(&mut self, on: Arc<Cuda>, experts: usize) -> Result<()> {
+        let from = self.held;
+        self.held += experts;
+        assert!(self.held <= self.sizes.held, "others hold {} experts of a layer", self.sizes.held);
+        let residency = holder::held(self.pool.residency(), from..self.held);
+        let sizes = Sizes { resident: experts, ring: 0, holders: 0, held: 0, ..self.sizes };
+        let devices = (self.cuda.clone(), on);
+        self.holders.push(Holder::new(devices, (&mut self.cpu, &self.parts), &residency, &sizes)?);
+        Ok(())
     }
 
     fn begin(
@@ -270,6 +300,8 @@ impl GpuExperts {
             ring,
             products,
             handoff,
+            holders: Vec::new(),
+            held: 0,
             residents,
             admissions,
             sizes,
@@ -296,6 +328,19 @@ impl GpuExperts {
         let (shape, width) = &shape.part(sizes.share)?;
         let _buffers = Buffers::new(cuda, heap, (shape, width), epilogue, sizes)?;
         let _learning = learning(cuda, shape, sizes, Popularity::new(shape.layers(), shape.experts), None)?;
+        let _channels = (0..sizes.holders).map(|_| Channel::new(cuda, shape, sizes)).collect::<Result<Vec<_>>>()?;
+        Ok(cuda.allocated() - before)
+    }
+
+    /// The same of a GPU that holds `experts` of each layer for one of `sizes`.
+    pub fn count_held(
+        cuda: &Arc<Cuda>,
+        shape: &ExpertShape,
+        epilogue: &Epilogue,
+        (sizes, experts): (&Sizes, usize),
+    ) -> Result<u64> {
+        let before = cuda.allocated();
+        let _side = Side::new(cuda, shape, epilogue, &Sizes { resident: experts, ..*sizes })?;
         Ok(cuda.allocated() - before)
     }
 
@@ -351,10 +396,11 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     fn submit(&mut self, layer: usize, x: &Tensor, routing: &CudaRouting) -> Result<()> {
         let input = LayerInput { layer, x, routing };
         let (tokens, experts, resident) = (routing.tokens(), self.experts(), self.sizes.resident);
+        assert_eq!(self.held, self.sizes.held, "experts that others are to hold are held");
         assert!(tokens <= self.sizes.tokens && self.submitted.is_none());
         let streamed = self.streamed(tokens, layer);
         let cpu = match self.cuda.is_rehearsing() {
-            true => resident < experts, // whatever is in VRAM now: it is recorded
+            true => self.sizes.in_ram(experts) > 0, // whatever is in VRAM now: it is recorded
             false => streamed < self.pool.residency().in_ram(layer).len(),
         };
         // It is the first rank that hands the CPU its share and adds it.
@@ -368,10 +414,16 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             // First, so that the CPU begins while the device goes on.
             self.handoff.publish(&self.cuda, &input, table, experts, self.counts(layer));
         }
+        let mut counted = cpu;
+        for holder in &self.holders {
+            let used = if counted { Address::NULL } else { self.counts(layer) };
+            holder.publish(&self.cuda, &input, experts, used);
+            counted = true;
+        }
         let gpu = if streamed > 0 {
             match CostModel::picks(experts, tokens, routing.top_k()) {
-                true => self.stream_chosen(streamed, &input, cpu)?,
-                false => self.stream(streamed, &input, cpu)?,
+                true => self.stream_chosen(streamed, &input, counted)?,
+                false => self.stream(streamed, &input, counted)?,
             }
             Some(GpuPart::Many { table })
         } else if resident == 0 {
@@ -406,6 +458,9 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         if let (true, Some(admissions)) = (is_last && layer > 0, admissions) {
             admissions.join(&self.cuda, &self.cuda.compute);
         }
+        for holder in &self.holders {
+            holder.fetch(&self.cuda, (layer, tokens * out.cols()), out);
+        }
         match (cpu, admissions) {
             (true, _) => {
                 let limit = admissions.map_or(Limit::NONE, |admissions| admissions.limit(layer));
@@ -418,7 +473,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             admissions.admit(&self.cuda, &self.cuda.compute, layer);
         }
         if cpu && !self.cuda.is_recording() {
-            self.handoff.serve(&self.cuda, &mut self.cpu, layer, tokens, top_k)?;
+            let cpu = (&mut self.cpu, self.pool.residency());
+            self.handoff.serve(&self.cuda, cpu, layer, tokens, top_k)?;
         }
         Ok(())
     }
@@ -436,7 +492,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     }
 
     fn replayed(&mut self, tokens: usize) -> Result<()> {
-        if self.sizes.resident == self.experts() || self.sizes.share.rank > 0 {
+        self.holders.iter().for_each(|holder| holder.step(tokens));
+        if self.sizes.in_ram(self.experts()) == 0 || self.sizes.share.rank > 0 {
             return Ok(());
         }
         let mut failed = Ok(());
@@ -448,7 +505,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
                 self.pool.make_room();
             }
             // All layers, whatever happened in one: the device waits in each.
-            failed = failed.and(self.handoff.serve(&self.cuda, &mut self.cpu, layer, tokens, self.sizes.top_k));
+            let cpu = (&mut self.cpu, self.pool.residency());
+            failed = failed.and(self.handoff.serve(&self.cuda, cpu, layer, tokens, self.sizes.top_k));
             if failed.is_ok() {
                 let (ids, arrived) = (self.handoff.take_ids(), self.arrived());
                 self.chosen(layer, &ids, arrived);

@@ -321,14 +321,14 @@ mod tests {
     /// Runs steps whose choices are `choose(step, layer)`; hits and copies in the second half.
     fn run(slots: usize, steps: usize, mut choose: impl FnMut(usize, usize) -> Vec<i32>) -> (f64, f64) {
         let orders = (0..LAYERS).map(|_| (0..EXPERTS as u16).collect());
-        let mut pool = Pool::new(Residency::new(orders, slots), EXPERTS, &[100; LAYERS]);
+        let mut pool = Pool::new(Residency::new(orders, slots, 0), EXPERTS, &[100; LAYERS]);
         let (mut sent, mut before, mut half) = (0, Choices::default(), 0);
         for step in 0..steps {
             let mut on_the_way = 0;
             for layer in 0..LAYERS {
                 let place = |id: i32| match pool.residency().place(layer, id as u16) {
                     Place::Vram(_) => !id,
-                    Place::Ram => id,
+                    Place::Ram | Place::Held => id,
                 };
                 let ids: Vec<i32> = choose(step, layer).into_iter().map(place).collect();
                 // Copies take a layer.
@@ -383,7 +383,7 @@ mod tests {
     #[test]
     fn slots_are_for_experts_of_their_size() {
         let orders = (0..2).map(|_| (0..EXPERTS as u16).collect());
-        let mut pool = Pool::new(Residency::new(orders, 8), EXPERTS, &[100, 50]);
+        let mut pool = Pool::new(Residency::new(orders, 8, 0), EXPERTS, &[100, 50]);
         for _ in 0..20 {
             for layer in 0..2 {
                 let ids: Vec<i32> = (30..34).collect();

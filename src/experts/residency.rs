@@ -7,6 +7,8 @@ pub enum Place {
     Vram(usize),
     /// In RAM alone.
     Ram,
+    /// On another GPU, which holds it for good.
+    Held,
 }
 
 /// The place of each expert of each layer. Slots of VRAM are numbered over all layers.
@@ -18,18 +20,21 @@ pub struct Residency {
 
 #[derive(Clone, Debug)]
 struct Layer {
-    order: Vec<u16>, // [experts]: those in VRAM, then those in RAM, the most chosen first
+    order: Vec<u16>, // [experts]: those in VRAM, then those in RAM, the most chosen first; then those that are held
     rank: Vec<u16>,  // [experts], in `order`
     slot: Vec<u32>,  // [experts], of those in VRAM
     in_vram: usize,
+    not_held: usize,
 }
 
 impl Residency {
-    /// The first `slots` experts of each layer's order are in VRAM: of layer 0, then of layer 1.
-    pub fn new(orders: impl IntoIterator<Item = Vec<u16>>, slots: usize) -> Self {
+    /// The first `slots` experts of each layer's order are in VRAM: of layer 0, then of layer 1. The next `held` are on
+    /// other GPUs.
+    pub fn new(orders: impl IntoIterator<Item = Vec<u16>>, slots: usize, held: usize) -> Self {
         let mut residency = Self { layers: Vec::new(), slots: Vec::new() };
-        for order in orders {
-            assert!(slots <= order.len(), "{slots} slots are more than there are experts");
+        for mut order in orders {
+            assert!(slots + held <= order.len(), "{slots} slots and {held} others are more than there are experts");
+            order[slots..].rotate_left(held);
             let (mut rank, mut slot) = (vec![0; order.len()], vec![0; order.len()]);
             for (i, &expert) in order.iter().enumerate() {
                 rank[expert as usize] = i as u16;
@@ -38,7 +43,8 @@ impl Residency {
                     residency.slots.push(Some((residency.layers.len(), expert)));
                 }
             }
-            residency.layers.push(Layer { order, rank, slot, in_vram: slots });
+            let not_held = order.len() - held;
+            residency.layers.push(Layer { order, rank, slot, in_vram: slots, not_held });
         }
         residency
     }
@@ -66,17 +72,30 @@ impl Residency {
 
     /// The experts of a layer that are in RAM alone, in the order in which they cross.
     pub fn in_ram(&self, layer: usize) -> &[u16] {
-        let Layer { order, in_vram, .. } = &self.layers[layer];
-        &order[*in_vram..]
+        let Layer { order, in_vram, not_held, .. } = &self.layers[layer];
+        &order[*in_vram..*not_held]
+    }
+
+    /// The experts of a layer that other GPUs hold, the most chosen first.
+    pub fn held(&self, layer: usize) -> &[u16] {
+        let Layer { order, not_held, .. } = &self.layers[layer];
+        &order[*not_held..]
     }
 
     /// Where an expert is.
     pub fn place(&self, layer: usize, expert: u16) -> Place {
-        let Layer { rank, slot, in_vram, .. } = &self.layers[layer];
-        match usize::from(rank[expert as usize]) < *in_vram {
-            true => Place::Vram(slot[expert as usize] as usize),
-            false => Place::Ram,
+        let Layer { rank, slot, in_vram, not_held, .. } = &self.layers[layer];
+        match usize::from(rank[expert as usize]) {
+            rank if rank < *in_vram => Place::Vram(slot[expert as usize] as usize),
+            rank if rank < *not_held => Place::Ram,
+            _ => Place::Held,
         }
+    }
+
+    /// Whether another GPU holds what may be an expert of a layer.
+    pub fn is_held(&self, layer: usize, id: i32) -> bool {
+        let Layer { rank, not_held, .. } = &self.layers[layer];
+        usize::try_from(id).ok().and_then(|id| rank.get(id)).is_some_and(|&rank| usize::from(rank) >= *not_held)
     }
 
     /// Takes an expert out of its slot, and returns the slot. Panics: it is in none (a bug).
@@ -116,7 +135,7 @@ mod tests {
 
     #[test]
     fn an_expert_leaves_its_slot_to_one_of_any_layer() {
-        let mut residency = Residency::new([vec![3, 0, 2, 1], vec![0, 1, 2, 3]], 2);
+        let mut residency = Residency::new([vec![3, 0, 2, 1], vec![0, 1, 2, 3]], 2, 0);
         let places = |residency: &Residency, layer| [0, 1, 2, 3].map(|expert| residency.place(layer, expert));
         assert_eq!(places(&residency, 0), [Place::Vram(1), Place::Ram, Place::Ram, Place::Vram(0)]);
         let slot = residency.leave(0, 3);
@@ -127,5 +146,16 @@ mod tests {
         assert_eq!(residency.in_vram(1), [0, 1, 3]);
         assert_eq!(places(&residency, 1), [Place::Vram(2), Place::Vram(3), Place::Ram, Place::Vram(0)]);
         assert_eq!(residency.in_slot(0), Some((1, 3)));
+    }
+
+    #[test]
+    fn those_that_are_held_stay_where_they_are() {
+        let mut residency = Residency::new([vec![3, 0, 2, 1, 4]], 1, 2);
+        let all = |residency: &Residency| [residency.in_vram(0), residency.in_ram(0), residency.held(0)].map(Vec::from);
+        assert_eq!(all(&residency), [vec![3], vec![1, 4], vec![0, 2]]);
+        let slot = residency.leave(0, 3);
+        residency.enter(0, 4, slot);
+        assert_eq!(all(&residency), [vec![4], vec![1, 3], vec![0, 2]]);
+        assert_eq!([0, 4, 1].map(|expert| residency.place(0, expert)), [Place::Held, Place::Vram(0), Place::Ram]);
     }
 }

@@ -29,7 +29,13 @@ pub fn assemble(
     let CpuPlan { weights: dense_bytes, experts: expert_bytes, max_context, kv_blocks, snapshots, .. } = match budget {
         #[cfg(feature = "cuda")]
         Budget::Gpu(devices, plan) => {
-            return super::gpu::assemble(&spec.on(devices.len()), stored, (devices, *plan), machine, report);
+            return super::gpu::assemble(
+                &spec.on(devices.len() - plan.holders.len()),
+                stored,
+                (devices, *plan),
+                machine,
+                report,
+            );
         }
         Budget::Cpu(plan) => plan,
     };

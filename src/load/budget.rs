@@ -18,7 +18,7 @@ use crate::{Error, Result};
 pub enum Budget {
     /// On the CPU alone.
     Cpu(CpuPlan),
-    /// On GPUs, each with its share.
+    /// On GPUs: each with its share, or one, and those that hold experts for it.
     #[cfg(feature = "cuda")]
     Gpu(Vec<Arc<crate::cuda::Cuda>>, Box<GpuPlan>),
 }
@@ -52,8 +52,12 @@ impl Budget {
     pub fn new(spec: &Spec<'_>, machine: &Machine) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if let Some(gpus) = Gpus::open(spec, machine)? {
-            let plan = gpu_plan(&spec.on(gpus.devices.len()), &gpus.least(), machine)?;
-            return Ok(Self::Gpu(gpus.devices, Box::new(GpuPlan { choice: gpus.choice, ..plan })));
+            let config = gpus.config(spec.config);
+            let plan = gpu_plan(&gpus.spec(spec, &config), &gpus.least(), machine)?;
+            let choice = gpus.choice(&plan);
+            let beside = plan.holders.iter().map(|holder| gpus.beside[holder.number].cuda.clone());
+            let devices = gpus.devices.into_iter().chain(beside).collect();
+            return Ok(Self::Gpu(devices, Box::new(GpuPlan { choice, ..plan })));
         }
         #[cfg(not(feature = "cuda"))]
         if let device @ Device::Cuda(_) = &spec.config.device {

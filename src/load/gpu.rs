@@ -37,22 +37,22 @@ use crate::machine::topology;
 use crate::machine::workers::Team;
 use crate::model::Share;
 use crate::{Error, Result};
-pub use devices::{Gpus, bounds};
+pub use devices::{Gpus, are_uneven};
 use plan::gpu_limits;
-pub use plan::{CONTEXT_BYTES, GpuPlan, Short};
-pub use speed::{GpuRates, on_gpu};
+pub use plan::{CONTEXT_BYTES, GpuPlan, HolderPlan, Short};
+pub use speed::{GpuRates, on_gpu, products};
 
-/// Puts a model together on a device, or a share of it on each of several.
+/// Puts a model together on a device, which others may hold experts for, or a share of it on each of several.
 pub(super) fn assemble(
     spec: &Spec<'_>,
     Stored { resident, experts }: Stored<'_>,
-    (devices, plan): (Vec<Arc<Cuda>>, GpuPlan),
+    (mut devices, plan): (Vec<Arc<Cuda>>, GpuPlan),
     machine: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
     let Spec { model, config, ref precision, .. } = *spec;
-    let resident_experts = plan.sizes.map_or(0, |sizes| sizes.resident);
-    if model.moe().is_some_and(|moe| resident_experts < moe.num_experts) {
+    let beside = devices.split_off(devices.len() - plan.holders.len());
+    if model.moe().zip(plan.sizes).is_some_and(|(moe, sizes)| sizes.in_ram(moe.num_experts) > 0) {
         crews::choose(spec, &machine, spec.expert_bytes()?, report)?;
     }
     let Machine { team, kernel, heap, .. } = machine;
@@ -89,7 +89,7 @@ pub(super) fn assemble(
     let mut speeds = None;
     let mut executors: Vec<Option<Box<dyn ExpertExecutor<CudaBackend>>>> = devices.iter().map(|_| None).collect();
     if let (Some(cache), Some(sizes)) = (experts, plan.sizes) {
-        let all = sizes.resident == cache.num_experts();
+        let all = sizes.in_ram(cache.num_experts()) == 0;
         // Experts that all go to VRAM are read once.
         let place_config = match all {
             true => EngineConfig { experts_memory: ExpertsMemory::Map, lock: false, ..config.clone() },
@@ -126,11 +126,15 @@ pub(super) fn assemble(
             let cpu = cpu_of(sizes.top_k)?;
             *executor = Some(Box::new(GpuExperts::of_rank(cuda.clone(), &heap, cpu, share(rank), &mut first)?));
         }
+        for (on, holder) in beside.iter().zip(&plan.holders) {
+            first.hold(on.clone(), holder.experts)?;
+        }
         executors[0] = Some(Box::new(first));
     }
     cuda.enter_thread()?;
     let backend = &parts[0].0;
-    let rates = GpuRates { vram_bytes, speeds };
+    let rates = GpuRates { vram_bytes, speeds, beside: speeds_of(&beside)? };
+    cuda.enter_thread()?;
     let expected = on_gpu(&plan, spec, &rates)?;
     let mut device = describe(&plan, spec, speeds, backend.library(), &expected);
     let mut host_blocks = plan.host_blocks;
@@ -173,6 +177,15 @@ pub(super) fn assemble(
     })
 }
 
+/// What each GPU does in a second: bytes of its memory, and products of long prompts.
+pub fn speeds_of<'a>(devices: impl IntoIterator<Item = &'a Arc<Cuda>>) -> Result<Vec<(f64, f64)>> {
+    let of = |cuda: &Arc<Cuda>| {
+        cuda.enter_thread()?;
+        Ok((cuda.vram_bandwidth(SAMPLE_BYTES)?, products(&cuda.info)))
+    };
+    devices.into_iter().map(of).collect()
+}
+
 /// What was decided, in one line.
 fn describe(
     plan: &GpuPlan,
@@ -202,6 +215,10 @@ fn describe(
             sizes.resident,
             moe.num_experts
         );
+        for holder in &plan.holders {
+            let (taken, buffers) = (gib(holder.total()), gib(holder.buffers));
+            line += &format!(", {} on another GPU ({taken:.1} GiB, buffers {buffers:.1})", holder.experts);
+        }
         if let Some(speeds) = speeds {
             line += &format!(
                 ", the others in RAM: CPU {:.0} GB/s, PCIe {:.0} GB/s",

@@ -40,6 +40,8 @@ pub struct Plan {
     pub parts: Vec<MemoryPart>,
     /// VRAM that may be taken, in bytes; 0 without a GPU.
     pub vram_limit_bytes: u64,
+    /// What other GPUs hold of the experts.
+    pub holders: Vec<HeldPart>,
     /// RAM that may be taken, in bytes.
     pub ram_limit_bytes: u64,
     /// Tokens a sequence may hold.
@@ -76,6 +78,17 @@ pub struct MemoryPart {
     pub disk_bytes: u64,
 }
 
+/// What a GPU holds of the experts for the one that has everything else.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct HeldPart {
+    /// Experts of each layer.
+    pub experts: usize,
+    /// VRAM that will be taken, in bytes.
+    pub vram_bytes: u64,
+    /// VRAM that may be taken, in bytes.
+    pub vram_limit_bytes: u64,
+}
+
 /// Bandwidths in GB/s (10^9 bytes), measured here or assumed.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Speeds {
@@ -109,7 +122,8 @@ pub fn plan(name: &str, spec: &Spec<'_>, ram: Option<u64>) -> Result<Plan> {
     let estimator = Estimator { name, spec: spec.clone(), machine: &machine };
     #[cfg(feature = "cuda")]
     if let Some(device) = gpu::PlannedGpu::find(spec, &machine)? {
-        return Estimator { spec: spec.on(device.ranks), ..estimator }.on_gpu(&device);
+        let config = device.config(spec.config);
+        return Estimator { spec: device.spec(spec, &config), ..estimator }.on_gpu(&device);
     }
     estimator.on_cpu()
 }
@@ -184,6 +198,7 @@ impl Estimator<'_> {
             is_assumed: false,
             parts: Vec::new(),
             vram_limit_bytes: 0,
+            holders: Vec::new(),
             max_context: 0,
             kv_tokens: 0,
             resident_experts: 0,
@@ -207,7 +222,9 @@ mod gpu {
     use crate::config::{self, KvBits, PrefillOn};
     use crate::cuda::DeviceInfo;
     use crate::load::budget::gpu_plan;
-    use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, GpuRates, Gpus, bounds, on_gpu};
+    use crate::load::gpu::{
+        CONTEXT_BYTES, GpuPlan, GpuRates, Gpus, HolderPlan, are_uneven, on_gpu, products, speeds_of,
+    };
 
     /// A card that is not here: 128 multiprocessors of compute capability 8.9, PCIe 4.0 with 16 lanes.
     const ASSUMED_VRAM_BYTES: f64 = 1000e9;
@@ -219,9 +236,11 @@ mod gpu {
     /// The GPU of a plan.
     pub(super) struct PlannedGpu {
         info: DeviceInfo,
-        pub(super) ranks: usize, // as many of them
-        choice: Option<String>,
-        is_assumed: bool,
+        ranks: usize,            // as many of them
+        vram: Vec<u64>,          // what bounds them
+        beside: Vec<u64>,        // what others may take, which can hold experts for the one
+        speeds: Vec<(f64, f64)>, // of these
+        gpus: Option<Gpus>,      // `None`: they are not here
         vram_bytes: f64,
         pcie_bytes: f64,
     }
@@ -242,24 +261,47 @@ mod gpu {
             match found {
                 Some(gpus) => Self::measure(gpus).map(Some),
                 None if config.vram.is_empty() || config.device == config::Device::Cpu => Ok(None),
-                None => Ok(Some(Self::assumed(spec)?)),
+                None => Ok(Some(Self::assumed(spec))),
+            }
+        }
+
+        /// The choices of a run on it.
+        pub(super) fn config(&self, config: &EngineConfig) -> EngineConfig {
+            EngineConfig { vram: self.vram.clone(), ..config.clone() }
+        }
+
+        /// The run on it, of choices that are its own.
+        pub(super) fn spec<'a>(&self, spec: &Spec<'a>, config: &'a EngineConfig) -> Spec<'a> {
+            match self.beside.is_empty() {
+                true => spec.with(config).on(self.ranks),
+                false => spec.with(config).with_beside(self.beside.clone()),
             }
         }
 
         fn measure(gpus: Gpus) -> Result<Self> {
+            let speeds = speeds_of(gpus.beside.iter().map(|of| &of.cuda))?;
             let cuda = &gpus.devices[0];
             cuda.enter_thread()?;
             Ok(Self {
                 info: gpus.least(),
                 ranks: gpus.devices.len(),
-                is_assumed: false,
+                vram: gpus.vram.clone(),
+                beside: gpus.beside.iter().map(|of| of.vram).collect(),
+                speeds,
                 vram_bytes: cuda.vram_bandwidth(SAMPLE_BYTES)?,
                 pcie_bytes: cuda.pcie_bandwidth(SAMPLE_BYTES)?,
-                choice: gpus.choice,
+                gpus: Some(gpus),
             })
         }
 
-        fn assumed(spec: &Spec<'_>) -> Result<Self> {
+        fn assumed(spec: &Spec<'_>) -> Self {
+            // Equal but for what may be taken: the largest has all but experts that others hold.
+            let mut vram = spec.config.vram.clone();
+            let mut beside = Vec::new();
+            if are_uneven(&vram) && spec.model.moe().is_some() {
+                vram.sort_unstable_by(|a, b| b.cmp(a));
+                beside = vram.split_off(1);
+            }
             let info = DeviceInfo {
                 name: "a GPU that is not here".into(),
                 capability: (8, 9),
@@ -269,14 +311,22 @@ mod gpu {
                 total_bytes: 1 << 50,
                 free_bytes: 1 << 50,
             };
-            Ok(Self {
-                info,
+            Self {
                 ranks: spec.ranks(),
-                choice: bounds(spec)?,
-                is_assumed: true,
+                vram,
+                speeds: beside.iter().map(|_| (ASSUMED_VRAM_BYTES, products(&info))).collect(),
+                beside,
+                info,
+                gpus: None,
                 vram_bytes: ASSUMED_VRAM_BYTES,
                 pcie_bytes: ASSUMED_PCIE_BYTES,
-            })
+            }
+        }
+    }
+
+    impl HeldPart {
+        fn of(plan: &HolderPlan) -> Self {
+            Self { experts: plan.experts, vram_bytes: plan.total(), vram_limit_bytes: plan.vram }
         }
     }
 
@@ -286,6 +336,7 @@ mod gpu {
             let plan = gpu_plan(spec, &device.info, machine)?;
             let cpu = CpuRates::measure(spec, machine, 128)?;
             let rates = GpuRates::of(&cpu, spec.ranks(), device.vram_bytes, device.pcie_bytes);
+            let rates = GpuRates { beside: device.speeds.clone(), ..rates };
             let expected = |plan: &GpuPlan, spec: &Spec<'_>| on_gpu(plan, spec, &rates);
             let now = expected(&plan, spec)?;
             let part = |name, vram_bytes, ram_bytes, disk_bytes| MemoryPart { name, vram_bytes, ram_bytes, disk_bytes };
@@ -305,10 +356,11 @@ mod gpu {
                     1 => device.info.name.clone(),
                     n => format!("each of {n} x {}", device.info.name),
                 },
-                choice: device.choice.clone(),
-                is_assumed: device.is_assumed,
+                choice: device.gpus.as_ref().and_then(|gpus| gpus.choice(&plan)),
+                is_assumed: device.gpus.is_none(),
                 parts,
                 vram_limit_bytes: plan.vram,
+                holders: plan.holders.iter().map(HeldPart::of).collect(),
                 max_context: plan.max_context,
                 kv_tokens: plan.kv_blocks * BLOCK_SIZE,
                 resident_experts: plan.sizes.map_or(0, |sizes| sizes.resident),
@@ -340,7 +392,7 @@ mod gpu {
             };
             let mut advice = Vec::new();
             let num_experts = model.moe().map_or(0, |moe| moe.num_experts);
-            if plan.sizes.is_some_and(|sizes| sizes.resident < num_experts) {
+            if plan.sizes.is_some_and(|sizes| sizes.in_ram(num_experts) > 0) {
                 let with = |vram: u64| {
                     let info = DeviceInfo { total_bytes: vram, free_bytes: vram, ..device.info.clone() };
                     let (plan, then) =
@@ -416,6 +468,10 @@ impl std::fmt::Display for Plan {
                 _ if resident == all => writeln!(f)?,
                 _ => writeln!(f, ", about {:.0}% of a token's", 100.0 * expected_hits(resident as f64 / all as f64))?,
             }
+        }
+        for HeldPart { experts, vram_bytes, vram_limit_bytes } in &self.holders {
+            let (taken, may) = (gib(*vram_bytes), gib(*vram_limit_bytes));
+            writeln!(f, "          {experts} on another GPU, {taken:.2} of {may:.2} GiB of its VRAM")?;
         }
         if let Some(choice) = &self.choice {
             writeln!(f, "GPUs      {choice}")?;

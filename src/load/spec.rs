@@ -27,7 +27,8 @@ pub struct Spec<'a> {
     /// Of the routed experts; `None`: a dense model.
     pub precision: Option<Precisions>,
     kept: Kept,
-    ranks: usize, // GPUs that each have a share of the model
+    ranks: usize,     // GPUs that each have a share of the model
+    beside: Vec<u64>, // VRAM that others may take, which hold experts for the one that has everything else
 }
 
 /// What keeps a checkpoint as it is, exactly where that can be.
@@ -106,7 +107,7 @@ impl<'a> Spec<'a> {
             Device::Cuda(numbers) => numbers.len().max(1),
             Device::Auto | Device::Cpu => 1,
         };
-        Ok(Self { model, config, precision: precision(model, config, &kept.experts)?, kept, ranks })
+        Ok(Self { model, config, precision: precision(model, config, &kept.experts)?, kept, ranks, beside: Vec::new() })
     }
 
     /// The same model and experts with other choices for everything else.
@@ -122,7 +123,7 @@ impl<'a> Spec<'a> {
     where
         'a: 'b,
     {
-        Ok(Spec { ranks: self.ranks, ..Spec::new(self.model, config, self.kept.clone())? })
+        Ok(Spec { ranks: self.ranks, beside: self.beside.clone(), ..Spec::new(self.model, config, self.kept.clone())? })
     }
 
     /// The routed experts; `None`: a dense model.
@@ -184,6 +185,16 @@ impl<'a> Spec<'a> {
     /// The same on so many of them.
     pub(super) fn on(&self, gpus: usize) -> Self {
         Self { ranks: gpus, ..self.clone() }
+    }
+
+    /// VRAM that each GPU may take that holds experts for the one that has everything else.
+    pub(super) fn beside(&self) -> &[u64] {
+        &self.beside
+    }
+
+    /// The same on one GPU, beside those that may take so much.
+    pub(super) fn with_beside(&self, bytes: Vec<u64>) -> Self {
+        Self { ranks: 1, beside: bytes, ..self.clone() }
     }
 
     /// What the GPU has that has the most.

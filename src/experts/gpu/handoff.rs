@@ -8,20 +8,65 @@ use std::time::{Duration, Instant};
 use half::bf16;
 
 use super::Sizes;
-use super::admissions::Limit;
+pub(super) use super::admissions::Limit;
 use super::products::LayerInput;
 use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::{Address, Cuda, PinnedBuffer, kernels, launch};
 use crate::experts::mailbox::{LINE, Mailbox, Room, blocks};
+use crate::experts::residency::Residency;
 use crate::experts::{CpuExperts, ExpertShape, FORESEEN_TOKENS};
 use crate::machine::heap::Heap;
 
 /// One mailbox for all layers, a counter each.
+pub(super) struct Outbox {
+    pub(super) mailbox: Mailbox,        // x is bf16, y f32
+    pub(super) down: PinnedBuffer<u32>, // [layers, 16]: what the device has published, a line each
+}
+
+impl Outbox {
+    pub(super) fn new(cuda: &Arc<Cuda>, room: &Room) -> Result<Self> {
+        Ok(Self { mailbox: Mailbox::new(cuda, room)?, down: PinnedBuffer::new(cuda, room.counters * LINE)? })
+    }
+}
+
+/// Enqueues what brings hidden states and routing there; ids that are in `table`, of so many experts, are left out.
+/// Choices are counted in `used`, unless that is null.
+pub(super) fn publish(
+    cuda: &Cuda,
+    outbox: &Outbox,
+    input: &LayerInput<'_>,
+    (table, experts): (Address<u64>, usize),
+    used: Address<u32>,
+) {
+    let LayerInput { layer, x, routing } = *input;
+    let Outbox { down, mailbox: Mailbox { x: h, ids, weights, count, arrived, .. }, .. } = outbox;
+    let (numbers, choices) = (routing.tokens() * x.cols(), routing.tokens() * routing.top_k());
+    launch!(cuda, &cuda.compute, kernels::publish, [blocks(2 * numbers), 1, 1];
+        x.bf16(), routing.ids(), routing.weights(), table, (numbers / 8) as i32, choices as i32, experts as i32,
+        h.address().cast(), ids.address(), weights.address(), used, arrived.address(), count.address().add(layer),
+        down.address().add(layer * LINE));
+}
+
+/// Enqueues the kernel that waits for the sum and adds it; `numbers` elements. It does not wait where `stop` says so.
+pub(super) fn fetch(
+    cuda: &Cuda,
+    outbox: &Outbox,
+    (layer, numbers): (usize, usize),
+    limit: Limit,
+    stop: Address<u32>,
+    out: &mut Tensor,
+) {
+    let Mailbox { y_address: y, up, count, .. } = &outbox.mailbox;
+    launch!(cuda, &cuda.compute, kernels::fetch, [blocks(2 * numbers), 1, 1];
+        count.address().add(layer), up.address().add(layer * LINE), *y, out.f32(), (numbers / 4) as i32,
+        limit.sent, limit.limit, stop);
+}
+
+/// The CPU's part.
 pub(super) struct Handoff {
-    mailbox: Mailbox,           // x is bf16, y f32
-    down: PinnedBuffer<u32>,    // [layers, 16]: what the device has published, a line each
+    outbox: Outbox,
     passes: Vec<u32>,           // [layers]: what `down` was last
     guesses: PinnedBuffer<u32>, // [layers, FORESEEN_TOKENS, top_k]: experts; beyond the layer's: none
     top_k: usize,
@@ -46,8 +91,7 @@ impl Handoff {
         Ok(Self {
             guesses,
             top_k: sizes.top_k,
-            mailbox: Mailbox::new(cuda, &room)?,
-            down: PinnedBuffer::new(cuda, layers * LINE)?,
+            outbox: Outbox::new(cuda, &room)?,
             passes: vec![0; layers],
             x: heap.zeros(&[numbers])?,
             routing: Routing::default(),
@@ -65,13 +109,7 @@ impl Handoff {
         experts: usize,
         used: Address<u32>,
     ) {
-        let LayerInput { layer, x, routing } = *input;
-        let Self { down, mailbox: Mailbox { x: h, ids, weights, count, arrived, .. }, .. } = self;
-        let (numbers, choices) = (routing.tokens() * x.cols(), routing.tokens() * routing.top_k());
-        launch!(cuda, &cuda.compute, kernels::publish, [blocks(2 * numbers), 1, 1];
-            x.bf16(), routing.ids(), routing.weights(), table, (numbers / 8) as i32, choices as i32, experts as i32,
-            h.address(), ids.address(), weights.address(), used, arrived.address(), count.address().add(layer),
-            down.address().add(layer * LINE));
+        publish(cuda, &self.outbox, input, (table, experts), used);
     }
 
     /// Enqueues what brings a guess of the `layer`'s experts to the host, but for those that are in `table`.
@@ -97,11 +135,8 @@ impl Handoff {
     }
 
     /// Enqueues the kernel that waits for the host's sum and adds it; `numbers` elements.
-    pub(super) fn fetch(&self, cuda: &Cuda, (layer, numbers): (usize, usize), limit: Limit, out: &mut Tensor) {
-        let Mailbox { y_address: y, up, count, .. } = &self.mailbox;
-        launch!(cuda, &cuda.compute, kernels::fetch, [blocks(2 * numbers), 1, 1];
-            count.address().add(layer), up.address().add(layer * LINE), *y, out.f32(), (numbers / 4) as i32,
-            limit.sent, limit.limit);
+    pub(super) fn fetch(&self, cuda: &Cuda, at: (usize, usize), limit: Limit, out: &mut Tensor) {
+        fetch(cuda, &self.outbox, at, limit, Address::NULL, out);
     }
 
     /// What the tokens that were served last have chosen, `[tokens, top_k]`. The room is to be given back.
@@ -113,28 +148,30 @@ impl Handoff {
         self.routing.ids = ids;
     }
 
-    /// The CPU's part of one layer, once its hidden states have come.
+    /// The CPU's part of one layer, once its hidden states have come, but for what `residency` says other GPUs hold.
     pub(super) fn serve(
         &mut self,
         cuda: &Cuda,
-        cpu: &mut CpuExperts,
+        (cpu, residency): (&mut CpuExperts, &Residency),
         layer: usize,
         tokens: usize,
         top_k: usize,
     ) -> Result<()> {
         let expected = self.passes[layer].wrapping_add(1);
         self.passes[layer] = expected;
-        let down = self.down.atomic(layer * LINE);
-        cpu.foresee(layer, self.guess(layer, tokens), &|| down.load(Ordering::Acquire) == expected);
-        let done = self.wait(cuda, layer, expected).and_then(|()| self.compute(cpu, layer, tokens, top_k));
+        let down = self.outbox.down.atomic(layer * LINE);
+        let guess = self.guess(layer, tokens).filter(|&id| !residency.is_held(layer, id));
+        cpu.foresee(layer, guess, &|| down.load(Ordering::Acquire) == expected);
+        let come = self.wait(cuda, layer, expected);
+        let done = come.and_then(|()| self.compute((cpu, residency), layer, tokens, top_k));
         // Whatever happened: the device waits for it.
-        self.mailbox.answer(layer, expected);
+        self.outbox.mailbox.answer(layer, expected);
         done
     }
 
     /// Waits until the device has published `layer`. Errors: the device failed.
     fn wait(&self, cuda: &Cuda, layer: usize, expected: u32) -> Result<()> {
-        let down = self.down.atomic(layer * LINE);
+        let down = self.outbox.down.atomic(layer * LINE);
         let (mut spins, mut since) = (0u32, None);
         while down.load(Ordering::Acquire) != expected {
             std::hint::spin_loop();
@@ -150,20 +187,27 @@ impl Handoff {
         Ok(())
     }
 
-    fn compute(&mut self, cpu: &mut CpuExperts, layer: usize, tokens: usize, top_k: usize) -> Result<()> {
+    fn compute(
+        &mut self,
+        (cpu, residency): (&mut CpuExperts, &Residency),
+        layer: usize,
+        tokens: usize,
+        top_k: usize,
+    ) -> Result<()> {
         let (numbers, choices) = (tokens * self.hidden, tokens * top_k);
-        let (hidden, h) = (self.hidden, &bytemuck::cast_slice::<u8, bf16>(&self.mailbox.x)[..numbers]);
+        let (hidden, h) = (self.hidden, &bytemuck::cast_slice::<u8, bf16>(&self.outbox.mailbox.x)[..numbers]);
         cpu.each_row(&mut self.x[..numbers], hidden, |t, x| {
             x.iter_mut().zip(&h[t * hidden..]).for_each(|(x, h)| *x = h.to_f32());
         });
-        let y = self.mailbox.y.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let y = self.outbox.mailbox.y.get_mut().unwrap_or_else(PoisonError::into_inner);
         let y = &mut bytemuck::cast_slice_mut::<u8, f32>(y)[..numbers];
         cpu.each_row(y, hidden, |_, y| y.fill(0.0));
         self.routing.top_k = top_k;
         self.routing.ids.clear();
-        self.routing.ids.extend_from_slice(&self.mailbox.ids[..choices]);
+        let left_out = |&id: &i32| if residency.is_held(layer, id) { !id } else { id };
+        self.routing.ids.extend(self.outbox.mailbox.ids[..choices].iter().map(left_out));
         self.routing.weights.clear();
-        self.routing.weights.extend_from_slice(&self.mailbox.weights[..choices]);
+        self.routing.weights.extend_from_slice(&self.outbox.mailbox.weights[..choices]);
         cpu.submit_rows(layer, &self.x[..numbers], &self.routing)?;
         cpu.finish_rows(y)
     }

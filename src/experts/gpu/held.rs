@@ -183,7 +183,7 @@ impl HeldExperts {
             order.sort_by_key(|&expert| !is_wanted[expert as usize]);
             order
         });
-        let residency = Residency::new(orders, held);
+        let residency = Residency::new(orders, held, 0);
         let parts = Parts::new(memory.clone(), Share::WHOLE)?;
         let mut residents = Residents::new(cuda, &shape, held)?;
         residents.fill(&parts, &residency, |layer| service.check_layer(layer))?;

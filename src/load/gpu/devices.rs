@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::plan::{GpuPlan, check_vram, size};
-use super::speed::{GpuRates, on_gpu};
-use crate::config::Device;
+use super::speed::{GpuRates, on_gpu, products};
+use crate::config::{Device, EngineConfig};
 use crate::cuda::{self, Cuda, DeviceInfo, MAX_RANKS, Rank};
 use crate::load::machine::{Machine, gib};
 use crate::load::spec::Spec;
@@ -21,20 +21,59 @@ const SAMPLE_BYTES: usize = 128 << 20;
 pub struct Gpus {
     /// In the order of their ranks.
     pub devices: Vec<Arc<Cuda>>,
+    /// Those that can hold experts for the one device.
+    pub beside: Vec<Beside>,
+    /// What bounds the devices' VRAM, if something does.
+    pub vram: Vec<u64>,
     /// Where there were others: why these.
     pub choice: Option<String>,
+}
+
+/// A GPU that can hold experts for another one.
+pub struct Beside {
+    /// It.
+    pub cuda: Arc<Cuda>,
+    /// In `--device`.
+    pub number: usize,
+    /// VRAM that may be taken.
+    pub vram: u64,
 }
 
 impl Gpus {
     /// Opens them; `None`: it runs on the CPU. Errors: `Error::Device` when a named one cannot be used;
     /// `Error::Invalid` for some that are not alike.
     pub fn open(spec: &Spec<'_>, machine: &Machine) -> Result<Option<Self>> {
-        let bounded = bounds(spec)?;
+        check_bounds(spec.config)?;
         match &spec.config.device {
             Device::Cpu => Ok(None),
-            Device::Auto => Ok(Cuda::open(0).ok().map(|first| choose(spec, first, machine))),
-            Device::Cuda(numbers) => Ok(Some(Self { devices: named(spec, numbers)?, choice: bounded })),
+            Device::Auto => Ok(Cuda::open(0).ok().map(|first| {
+                let (devices, choice) = choose(spec, first, machine);
+                Self { devices, beside: Vec::new(), vram: spec.config.vram.clone(), choice }
+            })),
+            Device::Cuda(numbers) => named(spec, numbers).map(Some),
         }
+    }
+
+    /// The choices of a run, with what bounds the devices.
+    pub fn config(&self, config: &EngineConfig) -> EngineConfig {
+        EngineConfig { vram: self.vram.clone(), ..config.clone() }
+    }
+
+    /// The run on these GPUs, of choices that are theirs.
+    pub fn spec<'a>(&self, spec: &Spec<'a>, config: &'a EngineConfig) -> Spec<'a> {
+        match self.beside.is_empty() {
+            true => spec.with(config).on(self.devices.len()),
+            false => spec.with(config).with_beside(self.beside.iter().map(|of| of.vram).collect()),
+        }
+    }
+
+    /// Why these GPUs, where there were others, and which of them `plan` leaves out.
+    pub fn choice(&self, plan: &GpuPlan) -> Option<String> {
+        let held = |number| plan.holders.iter().any(|holder| holder.number == number);
+        let out = self.beside.iter().enumerate().filter(|(i, _)| !held(*i)).map(|(_, of)| {
+            format!("; cuda:{} is left out: it has no room for an expert, or none is left for it", of.number)
+        });
+        self.choice.as_ref().map(|choice| choice.clone() + &out.collect::<String>())
     }
 
     /// The one that has the least memory.
@@ -45,30 +84,27 @@ impl Gpus {
     }
 }
 
-/// How much each GPU may take, where they differ. Errors: `Error::Invalid` for another number of sizes than of GPUs.
-pub fn bounds(spec: &Spec<'_>) -> Result<Option<String>> {
-    let (bounds, refuse) = (&spec.config.vram, |why: String| Err(Error::Invalid(format!("--vram {why}"))));
-    let numbers = match &spec.config.device {
-        Device::Cuda(numbers) if bounds.len() > 1 => numbers,
-        Device::Auto if bounds.len() > 1 => {
-            return refuse(format!(
-                "has {} sizes: name the GPUs that have them, as in --device cuda:0,1",
-                bounds.len()
-            ));
+/// Errors: `Error::Invalid` for another number of sizes of VRAM than of GPUs.
+fn check_bounds(config: &EngineConfig) -> Result<()> {
+    let (sizes, refuse) = (config.vram.len(), |why: String| Err(Error::Invalid(format!("--vram has {why}"))));
+    match &config.device {
+        Device::Auto if sizes > 1 => {
+            refuse(format!("{sizes} sizes: name the GPUs that have them, as in --device cuda:0,1"))
         }
-        _ => return Ok(None),
-    };
-    if bounds.len() != numbers.len() {
-        let (sizes, gpus) = (bounds.len(), numbers.len());
-        return refuse(format!("has {sizes} sizes for --device {}: give {gpus}, or one for all", spec.config.device));
+        Device::Cuda(numbers) if sizes > 1 && sizes != numbers.len() => {
+            refuse(format!("{sizes} sizes for --device {}: give {}, or one for all", config.device, numbers.len()))
+        }
+        _ => Ok(()),
     }
-    let each = numbers.iter().zip(bounds).map(|(n, bound)| format!("{} of cuda:{n}", size(*bound)));
-    let each: Vec<String> = each.collect();
-    let differ = bounds.iter().any(|bound| *bound != bounds[0]);
-    Ok(differ.then(|| format!("{} may be taken, and all take as much, because shares are equal", each.join(", "))))
 }
 
-fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Vec<Arc<Cuda>>> {
+/// Whether what GPUs may take is so different that equal shares would waste it.
+pub fn are_uneven(vram: &[u64]) -> bool {
+    let (least, most) = (vram.iter().min().copied().unwrap_or(0), vram.iter().max().copied().unwrap_or(0));
+    least < most / 4 * 3
+}
+
+fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Gpus> {
     let refuse = |why: String| Err(Error::Invalid(format!("--device {}: {why}", spec.config.device)));
     let mut distinct = numbers.to_vec();
     distinct.sort_unstable();
@@ -80,29 +116,64 @@ fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Vec<Arc<Cuda>>> {
         return refuse(format!("a model is divided among {MAX_RANKS} GPUs at most"));
     }
     let devices = numbers.iter().map(|number| Cuda::open(*number)).collect::<Result<Vec<_>>>()?;
-    let first = &devices[0].info;
-    if let Some((number, other)) = numbers.iter().zip(&devices).find(|(_, cuda)| cuda.info.kind() != first.kind()) {
-        let (first, other) = (&first.name, &other.info.name);
-        return refuse(format!("cuda:{number} is a {other} and the first is a {first}, name GPUs of one kind"));
-    }
-    if spec.config.vram.len() > 1 {
-        let mut each = numbers.iter().zip(&devices).zip(&spec.config.vram);
+    let bounds = &spec.config.vram;
+    if bounds.len() > 1 {
+        let mut each = numbers.iter().zip(&devices).zip(bounds);
         each.try_for_each(|((number, cuda), bound)| {
             check_vram(*bound, &DeviceInfo { name: format!("cuda:{number}"), ..cuda.info.clone() })
         })?;
     }
-    Ok(devices)
+    let bound = |i: usize| bounds.get(i).or(bounds.first()).copied();
+    let vram: Vec<u64> = devices.iter().enumerate().map(|(i, cuda)| bound(i).unwrap_or(cuda.info.free_bytes)).collect();
+    let Some(why) = apart(numbers, &devices, &vram) else {
+        return Ok(Gpus { devices, beside: Vec::new(), vram: bounds.clone(), choice: None });
+    };
+    if spec.model.moe().is_none() {
+        return refuse(format!("{why}, and this model has no experts that one could hold: name one GPU"));
+    }
+    // The strongest one has everything else; of equal ones the first.
+    let strength = |i: &usize| (products(&devices[*i].info) as u64, vram[*i], usize::MAX - i);
+    let first = (0..devices.len()).max_by_key(strength).unwrap_or(0);
+    let others: Vec<usize> = (0..devices.len()).filter(|i| *i != first).collect();
+    let names: Vec<String> = others.iter().map(|i| format!("cuda:{}", numbers[*i])).collect();
+    let choice = format!("{why}, so cuda:{} has all but experts that {} can hold", numbers[first], names.join(", "));
+    Ok(Gpus {
+        devices: vec![devices[first].clone()],
+        beside: others
+            .iter()
+            .map(|&i| Beside { cuda: devices[i].clone(), number: numbers[i], vram: vram[i] })
+            .collect(),
+        vram: bound(first).into_iter().collect(),
+        choice: Some(choice),
+    })
+}
+
+/// Why a model cannot be divided among GPUs, or should not.
+fn apart(numbers: &[usize], devices: &[Arc<Cuda>], vram: &[u64]) -> Option<String> {
+    let first = &devices[0].info;
+    if devices.len() == 1 {
+        return None;
+    }
+    if let Some((number, other)) = numbers.iter().zip(devices).find(|(_, cuda)| cuda.info.kind() != first.kind()) {
+        return Some(format!("cuda:{number} is a {} and cuda:{} a {}", other.info.name, numbers[0], first.name));
+    }
+    if are_uneven(vram) {
+        let each = numbers.iter().zip(vram).map(|(number, vram)| format!("{} of cuda:{number}", size(*vram)));
+        return Some(format!("{} may be taken", each.collect::<Vec<_>>().join(", ")));
+    }
+    let error = Rank::of_devices(devices).err()?.to_string();
+    Some(error.split(": give one GPU").next().unwrap_or_default().into())
 }
 
 /// As many GPUs like the first one as make the model fastest.
-fn choose(spec: &Spec<'_>, first: Arc<Cuda>, machine: &Machine) -> Gpus {
+fn choose(spec: &Spec<'_>, first: Arc<Cuda>, machine: &Machine) -> (Vec<Arc<Cuda>>, Option<String>) {
     let (numbers, mut said) = cuda::alike();
     let mut devices = vec![first.clone()];
     if numbers.len() > 1 {
         let counts = counts(numbers.len());
         let expected = match expected(spec, &first, machine, &counts) {
             Ok(expected) => expected,
-            Err(error) => return Gpus { devices, choice: Some(format!("one GPU: {error}")) },
+            Err(error) => return (devices, Some(format!("one GPU: {error}"))),
         };
         let mut best = best(&counts, &expected);
         for number in &numbers[1..] {
@@ -136,7 +207,7 @@ fn choose(spec: &Spec<'_>, first: Arc<Cuda>, machine: &Machine) -> Gpus {
             format!("{} of {} GPUs ({})", devices.len(), numbers.len(), each.collect::<Vec<_>>().join("; ")),
         );
     }
-    Gpus { devices, choice: (!said.is_empty()).then(|| said.join("; ")) }
+    (devices, (!said.is_empty()).then(|| said.join("; ")))
 }
 
 /// One, two, four and so on, and all.

@@ -70,6 +70,30 @@ pub struct GpuPlan {
     pub limits: Limits,
     /// Of the experts; `None`: a dense model.
     pub sizes: Option<Sizes>,
+    /// The GPUs that hold experts for this one.
+    pub holders: Vec<HolderPlan>,
+}
+
+/// What goes onto a GPU that holds experts for another one.
+#[derive(Clone, Debug)]
+pub struct HolderPlan {
+    /// Which one it is of those that could.
+    pub number: usize,
+    /// VRAM that may be taken, driver included.
+    pub vram: u64,
+    /// Experts of each layer.
+    pub experts: usize,
+    /// Bytes that these take.
+    pub resident: u64,
+    /// Activations and work space.
+    pub buffers: u64,
+}
+
+impl HolderPlan {
+    /// VRAM that will be taken, driver included.
+    pub fn total(&self) -> u64 {
+        CONTEXT_BYTES + self.resident + self.buffers
+    }
 }
 
 impl GpuPlan {
@@ -203,7 +227,7 @@ impl Planner<'_> {
             _ => limits.chunk_tokens.min(CPU_TOKENS),
         };
         let (tokens, top_k, share) = (limits.chunk_tokens, moe.router.top_k, self.spec.largest_share());
-        let sizes = Sizes { tokens, cpu_tokens, top_k, resident: 0, ring: 0, share };
+        let sizes = Sizes { tokens, cpu_tokens, top_k, resident: 0, ring: 0, share, holders: 0, held: 0 };
         let (cuda, heap) = (Cuda::plan(self.device.clone()), Heap::plan());
         let epilogue = Epilogue::load(&heap, &Shapes::default(), model)?;
         let work = GpuExperts::count(&cuda, &heap, &shape, &epilogue, &sizes)?;
@@ -257,7 +281,26 @@ impl Planner<'_> {
             state_cache: 0,
             limits,
             sizes: None,
+            holders: Vec::new(),
         }))
+    }
+
+    /// As many experts as fit onto the GPUs beside this one, but for those that need not be there.
+    fn holders(&self, shape: &ExpertShape, sizes: &Sizes, most: usize) -> Result<Vec<HolderPlan>> {
+        if self.spec.beside().is_empty() {
+            return Ok(Vec::new());
+        }
+        let cuda = Cuda::plan(self.device.clone());
+        let epilogue = Epilogue::load(&Heap::plan(), &Shapes::default(), self.spec.model)?;
+        let buffers = GpuExperts::count_held(&cuda, shape, &epilogue, (sizes, 0))?;
+        let (each, mut left) = (shape.bytes_of_one(), most);
+        let holder = |(number, &vram): (usize, &u64)| {
+            let experts = (vram.saturating_sub(CONTEXT_BYTES + buffers) / each).min(left as u64);
+            left -= experts as usize;
+            HolderPlan { number, vram, experts: experts as usize, resident: experts * each, buffers }
+        };
+        let all = self.spec.beside().iter().enumerate().map(holder);
+        Ok(all.filter(|holder| holder.experts > 0).collect())
     }
 
     /// `plan` with its experts: residents, those that pass through, and the others in RAM.
@@ -267,6 +310,7 @@ impl Planner<'_> {
         let (each, experts, stride) = (shape.bytes_of_one(), shape.experts, shape.most_bytes() as u64);
         let taken = plan.weights + plan.buffers + plan.kv;
         let left = self.budget() - taken;
+        let could_hold: usize = self.holders(shape, &sizes, experts)?.iter().map(|holder| holder.experts).sum();
         let (resident, ring) = match config.resident_experts {
             Some(n) if n > experts => {
                 return Err(Error::Invalid(format!(
@@ -277,25 +321,31 @@ impl Planner<'_> {
                 return Ok(Attempt::Needs(taken + n as u64 * each));
             }
             Some(n) => (n, (left - n as u64 * each) / stride),
-            None if experts as u64 * each <= left => (experts, 0),
+            // Those that no other GPU holds, and more where they fit.
+            None if (experts - could_hold) as u64 * each <= left => (experts.min((left / each) as usize), 0),
             None => {
-                let ring = (2 * experts as u64).min(left / 2 / stride);
+                let ring = (2 * (experts - could_hold) as u64).min(left / 2 / stride);
                 (((left - ring * stride) / each) as usize, ring)
             }
         };
-        let ring = match resident == experts || config.prefill == PrefillOn::Cpu {
+        let holders = self.holders(shape, &sizes, experts - resident)?;
+        let held = holders.iter().map(|holder| holder.experts).sum();
+        let sizes = Sizes { resident, held, holders: holders.len(), ..sizes };
+        let in_ram = sizes.in_ram(experts);
+        let ring = match in_ram == 0 || config.prefill == PrefillOn::Cpu {
             true => 0,
-            false => (ring as usize).min(2 * (experts - resident)) / 2 * 2,
+            false => (ring as usize).min(2 * in_ram) / 2 * 2,
         };
         // Prompts larger than the CPU takes need the ring.
-        if resident < experts && ring == 0 && sizes.cpu_tokens < sizes.tokens {
+        if in_ram > 0 && ring == 0 && sizes.cpu_tokens < sizes.tokens {
             return Ok(Attempt::Needs(taken + 2 * stride));
         }
         Ok(Attempt::Fits(Box::new(GpuPlan {
             resident: resident as u64 * each,
             ring: ring as u64 * stride,
-            ram: if resident == experts { 0 } else { self.spec.expert_bytes()? },
-            sizes: Some(Sizes { resident, ring, ..sizes }),
+            ram: if in_ram == 0 { 0 } else { self.spec.expert_bytes()? },
+            sizes: Some(Sizes { ring, ..sizes }),
+            holders,
             ..plan
         })))
     }

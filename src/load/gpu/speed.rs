@@ -10,10 +10,12 @@ use crate::load::spec::Spec;
 use crate::load::speed::{CpuRates, Expected, TokenWork};
 
 /// What a GPU and the box around it do in a second.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct GpuRates {
     /// Bytes of VRAM.
     pub vram_bytes: f64,
+    /// Of each GPU that holds experts for it: bytes of VRAM, and products of long prompts.
+    pub beside: Vec<(f64, f64)>,
     /// Of what experts in RAM need; `None` where there are none.
     pub speeds: Option<CostModel>,
 }
@@ -26,12 +28,12 @@ impl GpuRates {
             cpu_products: cpu.expert_products,
             pcie_bytes: ranks as f64 * pcie_bytes,
         };
-        Self { vram_bytes, speeds: Some(speeds) }
+        Self { vram_bytes, beside: Vec::new(), speeds: Some(speeds) }
     }
 }
 
 /// Products a second of long prompts: measured on Hopper, elsewhere in proportion to the width of the tensor cores.
-fn products(device: &DeviceInfo) -> f64 {
+pub fn products(device: &DeviceInfo) -> f64 {
     let multiprocessor = match device.capability {
         (9, _) => 1.7e12,
         (8, 0) | (10, _) => 0.65e12,
@@ -46,13 +48,14 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     const HANDOFF_S: f64 = 10e-6;
     const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
     // Sums over several GPUs: of one row, and bytes a second of many.
+    const LINK_BYTES: f64 = 25e9; // where nothing was measured
     const SUM_S: f64 = 8e-6;
     const SUM_BYTES: f64 = 240e9;
     let ranks = spec.ranks() as f64;
     let sums = if ranks > 1.0 { 2.0 * spec.model.layers.len() as f64 } else { 0.0 };
     let work = TokenWork::of(&spec.decoded())?;
     let resident = plan.sizes.map_or(work.num_experts, |sizes| sizes.resident);
-    let others = work.num_experts - resident;
+    let others = plan.sizes.map_or(0, |sizes| sizes.in_ram(work.num_experts));
     let (all, top_k, moe_layers) = (work.num_experts as f64, work.top_k as f64, work.moe_layers as f64);
 
     let share = expected_hits(resident as f64 / all);
@@ -60,9 +63,18 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     let mut decode = own / (ranks * VRAM_SHARE * rates.vram_bytes)
         + sums * SUM_S
         + spec.model.layers.iter().map(|layer| layer.attention.gpu_seconds()).sum::<f64>();
-    if let (Some(speeds), true) = (&rates.speeds, others > 0) {
-        decode += moe_layers * ((1.0 - share) * top_k * work.expert_bytes() / speeds.cpu_bytes + HANDOFF_S);
+    // Beside the CPU's experts, those that other GPUs hold: of the rest, the most chosen.
+    let cached = |experts: usize| expected_hits(experts as f64 / all);
+    let (mut before, mut beside) = (resident, 0.0f64);
+    for (holder, (vram_bytes, _)) in plan.holders.iter().zip(&rates.beside) {
+        let chosen = cached(before + holder.experts) - cached(before);
+        before += holder.experts;
+        beside = beside.max(chosen * top_k * work.expert_bytes() / (VRAM_SHARE * vram_bytes) + 2.0 * HANDOFF_S);
     }
+    if let (Some(speeds), true) = (&rates.speeds, others > 0) {
+        beside = beside.max((1.0 - cached(before)) * top_k * work.expert_bytes() / speeds.cpu_bytes + HANDOFF_S);
+    }
+    decode += moe_layers * beside;
 
     let tokens = plan.limits.tokens.min(plan.max_context);
     let n = tokens as f64;
@@ -84,11 +96,18 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     };
     let rate = ranks * products(&plan.device);
     let on_gpu = (resident + streamed) as f64 / all * n * top_k * work.expert_products() / rate;
+    let held = plan.holders.iter().zip(&rates.beside);
+    let on_others =
+        held.map(|(holder, (_, rate))| holder.experts as f64 / all * n * top_k * work.expert_products() / rate);
+    let on_gpu = on_others.fold(on_gpu, f64::max);
     let rest = n * (work.dense_products + n / 2.0 * work.attention_products) / rate;
     // Copies run beside all of the GPU's work, the CPU only beside the experts'.
     let least = spec.model.layers.len() as f64 * PREFILL_LAYER_S;
     let summing = sums * n * 4.0 * spec.model.hidden_size as f64 / SUM_BYTES;
-    let prefill = (least + rest + summing + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing);
+    // To GPUs that hold experts hidden states go in bf16, and sums come back in f32.
+    let link = rates.speeds.map_or(LINK_BYTES, |speeds| speeds.pcie_bytes);
+    let hops = plan.holders.len() as f64 * moe_layers * n * 6.0 * spec.model.hidden_size as f64 / link;
+    let prefill = (least + rest + summing + hops + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing);
     Ok(Expected { decode_tok_per_s: 1.0 / decode, prefill_tok_per_s: n / prefill, prefill_tokens: tokens })
 }
 
@@ -123,7 +142,7 @@ mod tests {
             let machine = crate::load::machine(&config, &crate::machine::topology::Topology::read()).unwrap();
             let machine = crate::load::Machine { available_bytes: 64 << 30, ..machine };
             let plan = GpuPlan::new(&spec, &device, &machine).unwrap();
-            let rates = GpuRates { vram_bytes: 4.15e12, speeds: Some(speeds) };
+            let rates = GpuRates { vram_bytes: 4.15e12, beside: Vec::new(), speeds: Some(speeds) };
             let expected = on_gpu(&plan, &spec, &rates).unwrap();
             let near = |a: f64, b: f64| (a / b).max(b / a) < 1.15;
             assert_eq!(expected.prefill_tokens, 8192);
