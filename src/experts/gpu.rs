@@ -388,6 +388,11 @@ impl GpuExperts {
                 admissions.send(parts, admission, residents.address(admission.slot));
             }
         });
+        if let Some(admissions) = admissions
+            && Admissions::ends_within(layer, pool.residency().layers())
+        {
+            admissions.show();
+        }
         self.vram_bytes += (self.pool.choices().hits - before) * self.memory.cache().layout(layer).bytes() as u64;
     }
 }
@@ -501,7 +506,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let begun = self.cpu.begin_step(tokens);
         for layer in 0..layers {
             if layer + 1 == layers && self.admissions.is_some() {
-                // While the device is busy. What is sent from now on is copied in the next step.
+                // While the device is busy.
                 self.pool.make_room();
             }
             // All layers, whatever happened in one: the device waits in each.
@@ -543,6 +548,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         };
         if let Some(admissions) = &mut self.admissions {
             admissions.take(arrived);
+            admissions.show();
         }
         self.come += arrived;
         self.pool.arrived(arrived);

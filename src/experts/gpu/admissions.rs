@@ -2,7 +2,7 @@
 //! (kernels/pool.cu) in a branch of its own.
 //!
 //! ```text
-//! host      writes an expert's runs into the ring, and counts them
+//! host      writes an expert's runs into the ring, and shows how many there are
 //! device    fetch takes the count along, or admit_limit; admit copies up to it and counts what has come
 //! ```
 //!
@@ -25,6 +25,10 @@ use crate::experts::pool::Admission;
 /// Blocks that copy. What they have asked for, 32 KB each, stands in front of what `fetch` asks for: with 16 blocks a
 /// step took three times as long as with 2, and copies by another thread's copy engine cost more as well (H200).
 const ADMIT_BLOCKS: usize = 2;
+
+/// Layers at the end of a step, at most a quarter of all, in which no copy begins: it would still run when the step
+/// ends, which waits for it. An expert of 2.4 MB takes as long as two layers beside a busy CPU (H200, 16 cores).
+const LAST_LAYERS: usize = 3;
 
 /// Where the experts lie for the device, and those that are on their way.
 pub(super) struct Admissions {
@@ -108,7 +112,12 @@ impl Admissions {
         self.sent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends an expert to its slot, which begins at `to`.
+    /// Whether copies that begin in `layer` of `layers` end within the step.
+    pub(super) fn ends_within(layer: usize, layers: usize) -> bool {
+        layer + LAST_LAYERS.min(layers / 4) < layers
+    }
+
+    /// Sends an expert to its slot, which begins at `to`, once it is [shown](Admissions::show).
     pub(super) fn send(&self, parts: &Parts, admission: Admission, to: Address<u8>) {
         let Admission { layer, expert, .. } = admission;
         let Sent { ring, runs: written, ends, copied_bytes } = &mut *self.sent();
@@ -124,7 +133,11 @@ impl Admissions {
         });
         *copied_bytes += parts.whole_bytes(layer) as u64;
         ends.push_back(*written);
-        self.counts.atomic(0).store(*written, Ordering::Release);
+    }
+
+    /// Shows the device all that was sent.
+    pub(super) fn show(&self) {
+        self.counts.atomic(0).store(self.sent().runs, Ordering::Release);
     }
 
     /// Of the experts on their way, how many have come.

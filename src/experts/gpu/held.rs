@@ -374,7 +374,13 @@ impl HeldExperts {
                 admissions.send(parts, admission, residents.address(admission.slot));
             }
         });
-        if layer != self.last.load(Ordering::Relaxed) {
+        let last = self.last.load(Ordering::Relaxed);
+        if let Some(admissions) = &self.admissions
+            && (layer == last || Admissions::ends_within(layer, last + 1))
+        {
+            admissions.show();
+        }
+        if layer != last {
             return;
         }
         pool.turn();
