@@ -245,7 +245,7 @@ else:
                 assert error(f32(out.read(self.stream)), expected) < 0.02, (step, tokens, i)
 
     @pytest.mark.parametrize("held", [1, 2, 4, 7])
-    def test_a_thousand_steps_are_the_same_with_any_pool(driver, tmp_path, held):
+    def test_many_steps_are_the_same_with_any_pool(driver, tmp_path, held):
         model = Held(driver, tmp_path, held)
         for step in range(250):
             model.step((1, 1, 2, 1, 5, 1, 8, 1)[step % 8], step, graph=step % 50 != 49)
