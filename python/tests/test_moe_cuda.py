@@ -27,6 +27,18 @@ def make(seed, precision="bf16", shape=(EXPERTS, WIDTH, HIDDEN), **kwargs):
     return moebius.MoE(weights=random_weights(np.random.default_rng(seed), *shape), precision=precision, **kwargs)
 
 
+def recorded(run):
+    """A graph of what ``run`` enqueues, which has run once before."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
 def batch(tokens, top_k=TOP_K, experts=EXPERTS, hidden=HIDDEN, dtype=torch.bfloat16, device="cuda"):
     x = torch.randn(tokens, hidden, device=device).to(dtype)
     ids = torch.stack([torch.randperm(experts, device=device)[:top_k] for _ in range(tokens)]).to(torch.int32)
@@ -83,14 +95,7 @@ def test_a_graph_replayed_1000_times_with_changing_inputs_and_masks():
                 outs.append(moe.sync_forward(h, current()))
                 h = beside + outs[-1]
 
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        graphs[tokens] = graph, x, ids, weights, list(outs)
+        graphs[tokens] = recorded(run), x, ids, weights, list(outs)
     for i in range(1000):
         graph, x, ids, weights, outs = graphs[(1, 4, 32)[i % 3]]
         torch.cuda.synchronize()
@@ -130,14 +135,7 @@ def test_held_experts_follow_1000_replays(tmp_path, held):
                     array.zero_()
                 outs.append(layer.sync_forward(x, current()))
 
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        graphs[tokens] = graph, given, outs
+        graphs[tokens] = recorded(run), given, outs
     for step in range(1000):
         graph, given, outs = graphs[(1, 1, 4, 1, 8)[step % 5]]
         for i, (x, ids, weights) in enumerate(given):
