@@ -146,7 +146,7 @@ fn without_gates() -> ModelConfig {
 
 /// No other GPU has any.
 const NONE_HELD: Sizes =
-    Sizes { tokens: 0, cpu_tokens: 0, top_k: 0, resident: 0, ring: 0, share: Share::WHOLE, holders: 0, held: 0 };
+    Sizes { tokens: 0, cpu_tokens: 0, top_k: 0, resident: 0, ring: 0, share: Share::WHOLE, holders: 0, on_holders: 0 };
 
 fn placed(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place) -> GpuExperts {
     let (resident, ring) = match place {
@@ -358,7 +358,7 @@ fn beside(b: &CudaBackend, store: &Arc<ExpertCache>, held: &[usize], streamed: b
         resident: 2,
         ring,
         holders: held.len(),
-        held: held.iter().sum(),
+        on_holders: held.iter().sum(),
         ..NONE_HELD
     };
     let mut experts = share_of(b, store, place, sizes);
@@ -408,7 +408,7 @@ fn a_holder_that_fails_ends_the_pass() {
     let store = store(hidden, intermediate, precision);
     let other = Cuda::open(1).unwrap();
     b.cuda().enter_thread().unwrap();
-    let sizes = Sizes { holders: 1, held: 5, resident: 2, tokens: 16, cpu_tokens: 16, top_k: TOP_K, ..NONE_HELD };
+    let sizes = Sizes { holders: 1, on_holders: 5, resident: 2, tokens: 16, cpu_tokens: 16, top_k: TOP_K, ..NONE_HELD };
     let mut experts = share_of(b, &store, Place::Cpu, sizes);
     experts.hold(other.clone(), 5).unwrap();
     let (x, routing) = (random(3 * hidden, 90), routing(3, 91));

@@ -97,13 +97,13 @@ pub struct Sizes {
     /// GPUs that hold experts for this one.
     pub holders: usize,
     /// Experts of each layer that these hold together.
-    pub held: usize,
+    pub on_holders: usize,
 }
 
 impl Sizes {
     /// Of so many experts of a layer, those that are in RAM alone.
     pub fn in_ram(&self, experts: usize) -> usize {
-        experts - self.resident - self.held
+        experts - self.resident - self.on_holders
     }
 }
 
@@ -127,7 +127,7 @@ pub struct GpuExperts {
     products: Products,
     handoff: Handoff,
     holders: Vec<Holder>,
-    held: usize, // experts of a layer that these have
+    on_holders: usize, // experts of a layer that these have
     learning: Option<Learning>,
     vram_bytes: u64, // of experts that were read in VRAM in decode, since the start
     submitted: Option<Submitted>,
@@ -236,7 +236,11 @@ impl GpuExperts {
             false => Vec::new(),
         };
         let start = Start {
-            residency: Residency::new((0..layers).map(|layer| popularity.order(layer)), sizes.resident, sizes.held),
+            residency: Residency::new(
+                (0..layers).map(|layer| popularity.order(layer)),
+                sizes.resident,
+                sizes.on_holders,
+            ),
             learning: learning(&cuda, &shape, &sizes, popularity, path)?,
             registered: Arc::new(registered),
             together: Together::Alone,
@@ -263,11 +267,11 @@ impl GpuExperts {
     /// Gives `on` so many of the experts that others are to hold, the most chosen first, before anything runs. Errors:
     /// as [`new`](GpuExperts::new).
     pub fn hold(&mut self, on: Arc<Cuda>, experts: usize) -> Result<()> {
-        let from = self.held;
-        self.held += experts;
-        assert!(self.held <= self.sizes.held, "others hold {} experts of a layer", self.sizes.held);
-        let residency = holder::held(self.pool.residency(), from..self.held);
-        let sizes = Sizes { resident: experts, ring: 0, holders: 0, held: 0, ..self.sizes };
+        let from = self.on_holders;
+        self.on_holders += experts;
+        assert!(self.on_holders <= self.sizes.on_holders, "others hold {} experts of a layer", self.sizes.on_holders);
+        let residency = holder::residency_of(self.pool.residency(), from..self.on_holders);
+        let sizes = Sizes { resident: experts, ring: 0, holders: 0, on_holders: 0, ..self.sizes };
         let devices = (self.cuda.clone(), on);
         self.holders.push(Holder::new(devices, (&mut self.cpu, &self.parts), &residency, &sizes)?);
         Ok(())
@@ -301,7 +305,7 @@ impl GpuExperts {
             products,
             handoff,
             holders: Vec::new(),
-            held: 0,
+            on_holders: 0,
             residents,
             admissions,
             sizes,
@@ -333,7 +337,7 @@ impl GpuExperts {
     }
 
     /// The same of a GPU that holds `experts` of each layer for one of `sizes`.
-    pub fn count_held(
+    pub fn count_holder(
         cuda: &Arc<Cuda>,
         shape: &ExpertShape,
         epilogue: &Epilogue,
@@ -401,7 +405,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     fn submit(&mut self, layer: usize, x: &Tensor, routing: &CudaRouting) -> Result<()> {
         let input = LayerInput { layer, x, routing };
         let (tokens, experts, resident) = (routing.tokens(), self.experts(), self.sizes.resident);
-        assert_eq!(self.held, self.sizes.held, "experts that others are to hold are held");
+        assert_eq!(self.on_holders, self.sizes.on_holders, "experts that others are to hold are held");
         assert!(tokens <= self.sizes.tokens && self.submitted.is_none());
         let streamed = self.streamed(tokens, layer);
         let cpu = match self.cuda.is_rehearsing() {

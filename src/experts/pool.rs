@@ -353,7 +353,7 @@ mod tests {
             for layer in 0..LAYERS {
                 let place = |id: i32| match pool.residency().place(layer, id as u16) {
                     Place::Vram(_) => !id,
-                    Place::Ram | Place::Held => id,
+                    Place::Ram | Place::OnHolder => id,
                 };
                 let ids: Vec<i32> = choose(step, layer).into_iter().map(place).collect();
                 // Copies take a layer.

@@ -8,7 +8,7 @@ pub enum Place {
     /// In RAM alone.
     Ram,
     /// On another GPU, which holds it for good.
-    Held,
+    OnHolder,
 }
 
 /// The place of each expert of each layer. Slots of VRAM are numbered over all layers.
@@ -20,21 +20,24 @@ pub struct Residency {
 
 #[derive(Clone, Debug)]
 struct Layer {
-    order: Vec<u16>, // [experts]: those in VRAM, then those in RAM, the most chosen first; then those that are held
+    order: Vec<u16>, // [experts]: those in VRAM, then those in RAM, the most chosen first; then those on holders
     rank: Vec<u16>,  // [experts], in `order`
     slot: Vec<u32>,  // [experts], of those in VRAM
     in_vram: usize,
-    not_held: usize,
+    here: usize,
 }
 
 impl Residency {
-    /// The first `slots` experts of each layer's order are in VRAM: of layer 0, then of layer 1. The next `held` are on
-    /// other GPUs.
-    pub fn new(orders: impl IntoIterator<Item = Vec<u16>>, slots: usize, held: usize) -> Self {
+    /// The first `slots` experts of each layer's order are in VRAM: of layer 0, then of layer 1. The next `on_holders`
+    /// are on other GPUs.
+    pub fn new(orders: impl IntoIterator<Item = Vec<u16>>, slots: usize, on_holders: usize) -> Self {
         let mut residency = Self { layers: Vec::new(), slots: Vec::new() };
         for mut order in orders {
-            assert!(slots + held <= order.len(), "{slots} slots and {held} others are more than there are experts");
-            order[slots..].rotate_left(held);
+            assert!(
+                slots + on_holders <= order.len(),
+                "{slots} slots and {on_holders} others are more than there are experts"
+            );
+            order[slots..].rotate_left(on_holders);
             let (mut rank, mut slot) = (vec![0; order.len()], vec![0; order.len()]);
             for (i, &expert) in order.iter().enumerate() {
                 rank[expert as usize] = i as u16;
@@ -43,8 +46,8 @@ impl Residency {
                     residency.slots.push(Some((residency.layers.len(), expert)));
                 }
             }
-            let not_held = order.len() - held;
-            residency.layers.push(Layer { order, rank, slot, in_vram: slots, not_held });
+            let here = order.len() - on_holders;
+            residency.layers.push(Layer { order, rank, slot, in_vram: slots, here });
         }
         residency
     }
@@ -72,30 +75,30 @@ impl Residency {
 
     /// The experts of a layer that are in RAM alone, in the order in which they cross.
     pub fn in_ram(&self, layer: usize) -> &[u16] {
-        let Layer { order, in_vram, not_held, .. } = &self.layers[layer];
-        &order[*in_vram..*not_held]
+        let Layer { order, in_vram, here, .. } = &self.layers[layer];
+        &order[*in_vram..*here]
     }
 
     /// The experts of a layer that other GPUs hold, the most chosen first.
-    pub fn held(&self, layer: usize) -> &[u16] {
-        let Layer { order, not_held, .. } = &self.layers[layer];
-        &order[*not_held..]
+    pub fn on_holders(&self, layer: usize) -> &[u16] {
+        let Layer { order, here, .. } = &self.layers[layer];
+        &order[*here..]
     }
 
     /// Where an expert is.
     pub fn place(&self, layer: usize, expert: u16) -> Place {
-        let Layer { rank, slot, in_vram, not_held, .. } = &self.layers[layer];
+        let Layer { rank, slot, in_vram, here, .. } = &self.layers[layer];
         match usize::from(rank[expert as usize]) {
             rank if rank < *in_vram => Place::Vram(slot[expert as usize] as usize),
-            rank if rank < *not_held => Place::Ram,
-            _ => Place::Held,
+            rank if rank < *here => Place::Ram,
+            _ => Place::OnHolder,
         }
     }
 
     /// Whether another GPU holds what may be an expert of a layer.
-    pub fn is_held(&self, layer: usize, id: i32) -> bool {
-        let Layer { rank, not_held, .. } = &self.layers[layer];
-        usize::try_from(id).ok().and_then(|id| rank.get(id)).is_some_and(|&rank| usize::from(rank) >= *not_held)
+    pub fn is_on_holder(&self, layer: usize, id: i32) -> bool {
+        let Layer { rank, here, .. } = &self.layers[layer];
+        usize::try_from(id).ok().and_then(|id| rank.get(id)).is_some_and(|&rank| usize::from(rank) >= *here)
     }
 
     /// Takes an expert out of its slot, and returns the slot. Panics: it is in none (a bug).
@@ -149,13 +152,14 @@ mod tests {
     }
 
     #[test]
-    fn those_that_are_held_stay_where_they_are() {
+    fn those_on_holders_stay_where_they_are() {
         let mut residency = Residency::new([vec![3, 0, 2, 1, 4]], 1, 2);
-        let all = |residency: &Residency| [residency.in_vram(0), residency.in_ram(0), residency.held(0)].map(Vec::from);
+        let all =
+            |residency: &Residency| [residency.in_vram(0), residency.in_ram(0), residency.on_holders(0)].map(Vec::from);
         assert_eq!(all(&residency), [vec![3], vec![1, 4], vec![0, 2]]);
         let slot = residency.leave(0, 3);
         residency.enter(0, 4, slot);
         assert_eq!(all(&residency), [vec![4], vec![1, 3], vec![0, 2]]);
-        assert_eq!([0, 4, 1].map(|expert| residency.place(0, expert)), [Place::Held, Place::Vram(0), Place::Ram]);
+        assert_eq!([0, 4, 1].map(|expert| residency.place(0, expert)), [Place::OnHolder, Place::Vram(0), Place::Ram]);
     }
 }

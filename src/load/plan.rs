@@ -41,7 +41,7 @@ pub struct Plan {
     /// VRAM that may be taken, in bytes; 0 without a GPU.
     pub vram_limit_bytes: u64,
     /// What other GPUs hold of the experts.
-    pub holders: Vec<HeldPart>,
+    pub holders: Vec<HolderPart>,
     /// RAM that may be taken, in bytes.
     pub ram_limit_bytes: u64,
     /// Tokens a sequence may hold.
@@ -80,7 +80,7 @@ pub struct MemoryPart {
 
 /// What a GPU holds of the experts for the one that has everything else.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct HeldPart {
+pub struct HolderPart {
     /// Experts of each layer.
     pub experts: usize,
     /// VRAM that will be taken, in bytes.
@@ -324,7 +324,7 @@ mod gpu {
         }
     }
 
-    impl HeldPart {
+    impl HolderPart {
         fn of(plan: &HolderPlan) -> Self {
             Self { experts: plan.experts, vram_bytes: plan.total(), vram_limit_bytes: plan.vram }
         }
@@ -360,7 +360,7 @@ mod gpu {
                 is_assumed: device.gpus.is_none(),
                 parts,
                 vram_limit_bytes: plan.vram,
-                holders: plan.holders.iter().map(HeldPart::of).collect(),
+                holders: plan.holders.iter().map(HolderPart::of).collect(),
                 max_context: plan.max_context,
                 kv_tokens: plan.kv_blocks * BLOCK_SIZE,
                 resident_experts: plan.sizes.map_or(0, |sizes| sizes.resident),
@@ -469,7 +469,7 @@ impl std::fmt::Display for Plan {
                 _ => writeln!(f, ", about {:.0}% of a token's", 100.0 * expected_hits(resident as f64 / all as f64))?,
             }
         }
-        for HeldPart { experts, vram_bytes, vram_limit_bytes } in &self.holders {
+        for HolderPart { experts, vram_bytes, vram_limit_bytes } in &self.holders {
             let (taken, may) = (gib(*vram_bytes), gib(*vram_limit_bytes));
             writeln!(f, "          {experts} on another GPU, {taken:.2} of {may:.2} GiB of its VRAM")?;
         }

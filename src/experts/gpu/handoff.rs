@@ -160,7 +160,7 @@ impl Handoff {
         let expected = self.passes[layer].wrapping_add(1);
         self.passes[layer] = expected;
         let down = self.outbox.down.atomic(layer * LINE);
-        let guess = self.guess(layer, tokens).filter(|&id| !residency.is_held(layer, id));
+        let guess = self.guess(layer, tokens).filter(|&id| !residency.is_on_holder(layer, id));
         cpu.foresee(layer, guess, &|| down.load(Ordering::Acquire) == expected);
         let come = self.wait(cuda, layer, expected);
         let done = come.and_then(|()| self.compute((cpu, residency), layer, tokens, top_k));
@@ -204,7 +204,7 @@ impl Handoff {
         cpu.each_row(y, hidden, |_, y| y.fill(0.0));
         self.routing.top_k = top_k;
         self.routing.ids.clear();
-        let left_out = |&id: &i32| if residency.is_held(layer, id) { !id } else { id };
+        let left_out = |&id: &i32| if residency.is_on_holder(layer, id) { !id } else { id };
         self.routing.ids.extend(self.outbox.mailbox.ids[..choices].iter().map(left_out));
         self.routing.weights.clear();
         self.routing.weights.extend_from_slice(&self.outbox.mailbox.weights[..choices]);

@@ -247,11 +247,11 @@ impl Side {
 }
 
 /// A run of the experts that `of` says others hold, as those of a GPU that has nothing else.
-pub(super) fn held(of: &Residency, experts: std::ops::Range<usize>) -> Residency {
+pub(super) fn residency_of(of: &Residency, experts: std::ops::Range<usize>) -> Residency {
     let slots = experts.len();
     let order = |layer: usize| {
-        let own = of.held(layer)[experts.clone()].to_vec();
-        let all = [of.in_vram(layer), of.in_ram(layer), of.held(layer)].concat();
+        let own = of.on_holders(layer)[experts.clone()].to_vec();
+        let all = [of.in_vram(layer), of.in_ram(layer), of.on_holders(layer)].concat();
         let others: Vec<u16> = all.into_iter().filter(|expert| !own.contains(expert)).collect();
         [own, others].concat()
     };

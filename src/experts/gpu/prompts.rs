@@ -79,8 +79,8 @@ struct Sum {
 pub(super) fn products(cuda: &Arc<Cuda>, service: &ExpertService, tokens: usize, top_k: usize) -> Result<Products> {
     let shape = service.memory().shape();
     service.with_epilogue(|epilogue| {
-        let (share, holders, held) = (Share::WHOLE, 0, 0);
-        let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring: 0, share, holders, held };
+        let (share, holders, on_holders) = (Share::WHOLE, 0, 0);
+        let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring: 0, share, holders, on_holders };
         let width = 0..shape.intermediate();
         let epilogue = DeviceEpilogue::new(cuda, epilogue, shape.layers(), (sizes.share, &width))?;
         Products::new(cuda, &shape, epilogue, &sizes)

@@ -79,7 +79,7 @@ impl Residents {
     fn address_of(&self, residency: &Residency, layer: usize, expert: u16) -> u64 {
         match residency.place(layer, expert) {
             Place::Vram(slot) => self.address(slot).to_u64(),
-            Place::Ram | Place::Held => 0,
+            Place::Ram | Place::OnHolder => 0,
         }
     }
 

@@ -227,7 +227,7 @@ impl Planner<'_> {
             _ => limits.chunk_tokens.min(CPU_TOKENS),
         };
         let (tokens, top_k, share) = (limits.chunk_tokens, moe.router.top_k, self.spec.largest_share());
-        let sizes = Sizes { tokens, cpu_tokens, top_k, resident: 0, ring: 0, share, holders: 0, held: 0 };
+        let sizes = Sizes { tokens, cpu_tokens, top_k, resident: 0, ring: 0, share, holders: 0, on_holders: 0 };
         let (cuda, heap) = (Cuda::plan(self.device.clone()), Heap::plan());
         let epilogue = Epilogue::load(&heap, &Shapes::default(), model)?;
         let work = GpuExperts::count(&cuda, &heap, &shape, &epilogue, &sizes)?;
@@ -292,7 +292,7 @@ impl Planner<'_> {
         }
         let cuda = Cuda::plan(self.device.clone());
         let epilogue = Epilogue::load(&Heap::plan(), &Shapes::default(), self.spec.model)?;
-        let buffers = GpuExperts::count_held(&cuda, shape, &epilogue, (sizes, 0))?;
+        let buffers = GpuExperts::count_holder(&cuda, shape, &epilogue, (sizes, 0))?;
         let (each, mut left) = (shape.bytes_of_one(), most);
         let holder = |(number, &vram): (usize, &u64)| {
             let experts = (vram.saturating_sub(CONTEXT_BYTES + buffers) / each).min(left as u64);
@@ -329,8 +329,8 @@ impl Planner<'_> {
             }
         };
         let holders = self.holders(shape, &sizes, experts - resident)?;
-        let held = holders.iter().map(|holder| holder.experts).sum();
-        let sizes = Sizes { resident, held, holders: holders.len(), ..sizes };
+        let on_holders = holders.iter().map(|holder| holder.experts).sum();
+        let sizes = Sizes { resident, on_holders, holders: holders.len(), ..sizes };
         let in_ram = sizes.in_ram(experts);
         let ring = match in_ram == 0 || config.prefill == PrefillOn::Cpu {
             true => 0,
