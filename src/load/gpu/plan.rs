@@ -31,6 +31,9 @@ const CPU_TOKENS: usize = 512;
 /// steps, of which there are 128.
 pub const CONTEXT_BYTES: u64 = 680 << 20;
 
+/// What of that the driver takes when it has told how much is free, at most: kernels and recorded passes.
+const LATER_BYTES: u64 = 180 << 20;
+
 /// What goes where on a GPU.
 #[derive(Clone, Debug)]
 pub struct GpuPlan {
@@ -109,6 +112,9 @@ impl GpuPlan {
         count_experts(spec, &heap, machine.kernel, machine.team.threads(), sizes.cpu_tokens)?;
         let epilogue = Epilogue::load(&heap, &Shapes::default(), spec.model)?;
         GpuExperts::count(&cuda, &heap, &shape, &epilogue, sizes)?;
+        for holder in &self.holders {
+            GpuExperts::count_holder(&cuda, &shape, &epilogue, (sizes, holder.experts))?;
+        }
         Ok(spec.ranks() as u64 * (self.pinned + cuda.pinned()) + heap.bytes())
     }
 
@@ -127,7 +133,7 @@ impl GpuPlan {
         check(spec)?;
         let bound = least_bound(spec.config);
         bound.map_or(Ok(()), |bound| check_vram(bound, device))?;
-        let planner = Planner { spec: spec.clone(), device, vram: bound.unwrap_or(device.free_bytes) };
+        let planner = Planner { spec: spec.clone(), device, vram: bound.unwrap_or(may_take(device)) };
         let plan = match planner.plan()? {
             Attempt::Fits(plan) => *plan,
             Attempt::Needs(bytes) => return Ok(Err(Short::Vram(bytes))),
@@ -372,11 +378,15 @@ pub(super) fn least_bound(config: &EngineConfig) -> Option<u64> {
     config.vram.iter().copied().min()
 }
 
+/// VRAM that may be taken of a GPU that nothing bounds, driver included: what was free when it was opened, and what the
+/// driver had taken by then.
+pub(super) fn may_take(device: &DeviceInfo) -> u64 {
+    device.total_bytes.min(device.free_bytes.saturating_add(CONTEXT_BYTES - LATER_BYTES))
+}
+
 /// Errors: `--vram` of a GPU is more than there is, or nothing at all.
 pub(super) fn check_vram(bound: u64, device: &DeviceInfo) -> Result<()> {
-    // What is free was read when the driver had taken its part.
-    let (name, total) = (&device.name, device.total_bytes);
-    let free = total.min(device.free_bytes + CONTEXT_BYTES);
+    let (name, total, free) = (&device.name, device.total_bytes, may_take(device));
     match bound {
         n if n <= CONTEXT_BYTES => Err(Error::Invalid(format!(
             "--vram {}: the driver and the kernels alone take {:.1} GiB, so give a size such as 16GiB",
@@ -442,4 +452,42 @@ fn planned(spec: &Spec<'_>, cuda: &Arc<Cuda>, context: usize) -> Result<CudaBack
 
 pub(super) fn gpu_limits(config: &EngineConfig, context: usize) -> gpu::Limits {
     gpu::Limits { context, table: config.max_sequences * context.div_ceil(BLOCK_SIZE) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::{Kept, machine};
+    use crate::machine::topology::Topology;
+    use crate::model::families::shapes;
+
+    fn card(total_bytes: u64, free_bytes: u64) -> DeviceInfo {
+        let (name, capability) = ("a card".into(), (9, 0));
+        DeviceInfo { name, capability, multiprocessors: 128, shared_bytes: 0, total_bytes, free_bytes }
+    }
+
+    #[test]
+    fn the_driver_is_counted_once() {
+        let open = 450 << 20; // what it has taken by then
+        for others in [0, 3 << 30] {
+            let total = 24 << 30;
+            let card = card(total, total - others - open);
+            // Weights, caches and experts get what nobody has, but for what the driver is still to take.
+            let (ours, free) = (may_take(&card) - CONTEXT_BYTES, total - others - open);
+            assert!(ours <= free - LATER_BYTES && ours + (300 << 20) > free, "{others}: {ours} of {free}");
+        }
+    }
+
+    #[test]
+    fn what_a_holder_pins_is_counted() {
+        let model = shapes::shape("qwen3-30b-a3b", None).unwrap();
+        let config = EngineConfig::default();
+        let machine = machine(&config, &Topology::read()).unwrap();
+        let machine = Machine { available_bytes: 64 << 30, ..machine };
+        let spec = Spec::new(&model, &config, Kept::NOTHING).unwrap().with_beside(vec![4 << 30]);
+        let plan = GpuPlan::new(&spec, &card(8 << 30, 8 << 30), &machine).unwrap();
+        let alone = GpuPlan { holders: Vec::new(), ..plan.clone() };
+        let (with, without) = (plan.host_bytes(&spec, &machine).unwrap(), alone.host_bytes(&spec, &machine).unwrap());
+        assert_eq!((plan.holders.len(), with - without), (1, 48 * 128 * 8), "a table of addresses");
+    }
 }

@@ -1,6 +1,6 @@
 //! What is said of a model that does not fit beside a GPU.
 
-use super::plan::{CONTEXT_BYTES, GpuPlan, Planner, Short, least_bound};
+use super::plan::{CONTEXT_BYTES, GpuPlan, Planner, Short, least_bound, may_take};
 use crate::Error;
 use crate::config::EngineConfig;
 use crate::cuda::DeviceInfo;
@@ -32,7 +32,7 @@ pub(super) fn refusal(spec: &Spec<'_>, device: &DeviceInfo, machine: &Machine, s
             if !config.vram.is_empty() && with(&more) {
                 remedies.push(format!("raise --vram to {:.1}GiB", tenths / 10.0));
             }
-            let vram = least_bound(config).unwrap_or(device.free_bytes);
+            let vram = least_bound(config).unwrap_or(may_take(device));
             let lack = format!(
                 "the model needs {:.1} GiB of VRAM with its experts in RAM, and {:.1} may be taken",
                 tenths / 10.0,
