@@ -339,8 +339,8 @@ engine_config! {
         /// Memory of the experts: the mapped cache file (map), a copy in huge pages (copy), or the faster one (auto).
         #[arg(long, default_value = "auto", value_parser = choice_of(&ExpertsMemory::ALL))]
         experts_memory: ExpertsMemory,
-        /// Device to run on: auto (as many GPUs of one kind as are fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for
-        /// a share on each of several, or experts on the others where they are not alike.
+        /// Device to run on: auto (the GPUs that make the model fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for a
+        /// share on each of several, or experts on the others where they are not alike.
         #[arg(long, value_name = "DEVICE", default_value = "auto")]
         device: Device,
         /// Maximum VRAM to use of each GPU, such as 16GiB, or 16GiB,24GiB for the two of --device cuda:0,1 [default:

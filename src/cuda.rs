@@ -70,6 +70,12 @@ impl DeviceInfo {
         (&self.name, self.capability)
     }
 
+    /// Why no kernel runs on it, if so.
+    pub fn lacks(&self) -> Option<String> {
+        let (major, minor) = self.capability;
+        (major < 8).then(|| format!("has compute capability {major}.{minor} and 8.0 is needed"))
+    }
+
     /// Whether it is kernels/emulator: right, and slow.
     pub fn is_emulated(&self) -> bool {
         self.name == "emulated GPU"
@@ -156,27 +162,23 @@ pub fn devices() -> Vec<DeviceInfo> {
     (0..count).filter_map(|i| info(i).ok()).collect()
 }
 
-/// The devices that can share a model with the first one, which is one of them, and why each other one cannot.
-pub(crate) fn alike() -> (Vec<usize>, Vec<String>) {
-    let devices = devices();
-    let (mut numbers, mut others) = (Vec::new(), Vec::new());
-    for (number, info) in devices.iter().enumerate() {
-        let why = match () {
-            () if info.kind() != devices[0].kind() => "another kind of GPU",
-            () if !numbers.iter().all(|&other| can_access(number, other)) => "no access to the others' memory",
-            () if numbers.len() == MAX_RANKS => "one too many",
-            () => {
-                numbers.push(number);
-                continue;
-            }
-        };
-        others.push(format!("cuda:{number} ({}) is left out: {why}", info.name));
-    }
-    (numbers, others)
+/// Bytes of a device's memory that cross its bus in a second, as it is built; `None`: the driver does not say.
+pub(crate) fn bus_bandwidth(number: usize) -> Option<f64> {
+    use sys::CUdevice_attribute::{CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE};
+    let device = device_at(number as i32).ok()?;
+    let [kilohertz, bits] =
+        [CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH].map(|which| {
+            let mut value = 0;
+            // SAFETY: writes one number.
+            let known = unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) };
+            if known == CUresult::CUDA_SUCCESS { f64::from(value) } else { 0.0 }
+        });
+    // Twice in each cycle.
+    Some(2.0 * 1e3 * kilohertz * bits / 8.0).filter(|&rate| rate > 1e9)
 }
 
 /// Whether a device can read and write another's memory, and the other way.
-fn can_access(a: usize, b: usize) -> bool {
+pub(crate) fn can_access(a: usize, b: usize) -> bool {
     let (mut to, mut back) = (0, 0);
     let (Ok(a), Ok(b)) = (device_at(a as i32), device_at(b as i32)) else { return false };
     // SAFETY: each writes one number.
@@ -256,12 +258,8 @@ impl Cuda {
             return Err(Error::Device(format!("--device cuda:{ordinal}: {have}; use --device cpu")));
         }
         let mut info = info(ordinal as i32)?;
-        if info.capability < (8, 0) {
-            let (major, minor) = info.capability;
-            return Err(Error::Device(format!(
-                "{} has compute capability {major}.{minor} and 8.0 is needed: use --device cpu",
-                info.name
-            )));
+        if let Some(lack) = info.lacks() {
+            return Err(Error::Device(format!("{} {lack}: use --device cpu", info.name)));
         }
         let device = device_at(ordinal as i32)?;
         let mut context = ptr::null_mut();
@@ -289,6 +287,16 @@ impl Cuda {
             planned: false,
             failed: Mutex::new(None),
         }))
+    }
+
+    /// Gives a device up that nothing is left on, with what the driver took there.
+    pub(crate) fn close(self: Arc<Self>, ordinal: usize) {
+        let own = self.enter_thread().is_ok().then(|| Arc::into_inner(self)).flatten();
+        if let (Some(own), Ok(device)) = (own, device_at(ordinal as i32)) {
+            drop(own);
+            // SAFETY: what `open` retained; other engines of the process have retained it for themselves.
+            let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(device) };
+        }
     }
 
     /// A device that counts what would be taken and does nothing: what runs on it is a plan.

@@ -346,7 +346,10 @@ fn as_many_gpus_as_are_fastest() {
     let planned = load::plan::plan("moe-gqa", &model.spec(&config).unwrap(), None).unwrap().to_string();
     let said = demo("moe-gqa", &config).device.unwrap();
     for text in [&planned, &said] {
-        assert!(text.contains(&format!(" of {} GPUs (1: ", gpus())), "{text}");
+        assert!(text.contains(&format!("of {} GPUs: ", gpus())), "{text}");
+        for way in ["cuda:0 alone: ", "a share on each of cuda:0,1: "] {
+            assert!(text.contains(way), "{way}: {text}");
+        }
     }
-    assert!(planned.contains("\nGPUs      "), "{planned}");
+    assert!(planned.contains("\nGPUs      of "), "{planned}");
 }

@@ -60,7 +60,7 @@ class EngineOptions(TypedDict, total=False):
     [default: auto]."""
 
     device: str | None
-    """Device to run on: auto (as many GPUs of one kind as are fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for a
+    """Device to run on: auto (the GPUs that make the model fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for a
     share on each of several, or experts on the others where they are not alike [default: auto]."""
 
     vram: str | int | None

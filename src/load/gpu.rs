@@ -4,13 +4,15 @@
 //! plan     what goes where
 //! refusal  what is said of a model that does not fit
 //! speed    how fast it will be
-//! devices  which GPUs
+//! ways     on which GPUs it would be fastest
+//! devices  the GPUs of a run
 //! ```
 
 mod devices;
 mod plan;
 mod refusal;
 mod speed;
+mod ways;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -37,10 +39,11 @@ use crate::machine::topology;
 use crate::machine::workers::Team;
 use crate::model::Share;
 use crate::{Error, Result};
-pub use devices::{Gpus, are_uneven};
+pub use devices::Gpus;
 use plan::gpu_limits;
 pub use plan::{CONTEXT_BYTES, GpuPlan, HolderPlan, Short};
-pub use speed::{GpuRates, on_gpu, products};
+pub use speed::{GpuRates, HolderRates, on_gpu, products};
+pub use ways::are_uneven;
 
 /// Puts a model together on a device, which others may hold experts for, or a share of it on each of several.
 pub(super) fn assemble(
@@ -133,7 +136,8 @@ pub(super) fn assemble(
     }
     cuda.enter_thread()?;
     let backend = &parts[0].0;
-    let rates = GpuRates { vram_bytes, speeds, beside: speeds_of(&beside)? };
+    let rates =
+        GpuRates { vram_bytes, speeds, beside: beside.iter().map(HolderRates::measure).collect::<Result<_>>()? };
     cuda.enter_thread()?;
     let expected = on_gpu(&plan, spec, &rates)?;
     let mut device = describe(&plan, spec, speeds, backend.library(), &expected);
@@ -175,15 +179,6 @@ pub(super) fn assemble(
         kernel,
         available_bytes: topology::available_bytes,
     })
-}
-
-/// What each GPU does in a second: bytes of its memory, and products of long prompts.
-pub fn speeds_of<'a>(devices: impl IntoIterator<Item = &'a Arc<Cuda>>) -> Result<Vec<(f64, f64)>> {
-    let of = |cuda: &Arc<Cuda>| {
-        cuda.enter_thread()?;
-        Ok((cuda.vram_bandwidth(SAMPLE_BYTES)?, products(&cuda.info)))
-    };
-    devices.into_iter().map(of).collect()
 }
 
 /// What was decided, in one line.

@@ -223,7 +223,7 @@ mod gpu {
     use crate::cuda::DeviceInfo;
     use crate::load::budget::gpu_plan;
     use crate::load::gpu::{
-        CONTEXT_BYTES, GpuPlan, GpuRates, Gpus, HolderPlan, are_uneven, on_gpu, products, speeds_of,
+        CONTEXT_BYTES, GpuPlan, GpuRates, Gpus, HolderPlan, HolderRates, are_uneven, on_gpu, products,
     };
 
     /// A card that is not here: 128 multiprocessors of compute capability 8.9, PCIe 4.0 with 16 lanes.
@@ -236,11 +236,11 @@ mod gpu {
     /// The GPU of a plan.
     pub(super) struct PlannedGpu {
         info: DeviceInfo,
-        ranks: usize,            // as many of them
-        vram: Vec<u64>,          // what bounds them
-        beside: Vec<u64>,        // what others may take, which can hold experts for the one
-        speeds: Vec<(f64, f64)>, // of these
-        gpus: Option<Gpus>,      // `None`: they are not here
+        ranks: usize,             // as many of them
+        vram: Vec<u64>,           // what bounds them
+        beside: Vec<u64>,         // what others may take, which can hold experts for the one
+        speeds: Vec<HolderRates>, // of these
+        gpus: Option<Gpus>,       // `None`: they are not here
         vram_bytes: f64,
         pcie_bytes: f64,
     }
@@ -279,7 +279,7 @@ mod gpu {
         }
 
         fn measure(gpus: Gpus) -> Result<Self> {
-            let speeds = speeds_of(gpus.beside.iter().map(|of| &of.cuda))?;
+            let speeds = gpus.beside.iter().map(|of| HolderRates::measure(&of.cuda)).collect::<Result<_>>()?;
             let cuda = &gpus.devices[0];
             cuda.enter_thread()?;
             Ok(Self {
@@ -311,10 +311,12 @@ mod gpu {
                 total_bytes: 1 << 50,
                 free_bytes: 1 << 50,
             };
+            let (vram_bytes, link_bytes) = (ASSUMED_VRAM_BYTES, ASSUMED_PCIE_BYTES);
+            let each = HolderRates { vram_bytes, products: products(&info), link_bytes };
             Self {
                 ranks: spec.ranks(),
                 vram,
-                speeds: beside.iter().map(|_| (ASSUMED_VRAM_BYTES, products(&info))).collect(),
+                speeds: vec![each; beside.len()],
                 beside,
                 info,
                 gpus: None,
@@ -336,8 +338,10 @@ mod gpu {
             let plan = gpu_plan(spec, &device.info, machine)?;
             let cpu = CpuRates::measure(spec, machine, 128)?;
             let rates = GpuRates::of(&cpu, spec.ranks(), device.vram_bytes, device.pcie_bytes);
-            let rates = GpuRates { beside: device.speeds.clone(), ..rates };
-            let expected = |plan: &GpuPlan, spec: &Spec<'_>| on_gpu(plan, spec, &rates);
+            let expected = |plan: &GpuPlan, spec: &Spec<'_>| {
+                let beside = plan.holders.iter().map(|holder| device.speeds[holder.number]).collect();
+                on_gpu(plan, spec, &GpuRates { beside, ..rates.clone() })
+            };
             let now = expected(&plan, spec)?;
             let part = |name, vram_bytes, ram_bytes, disk_bytes| MemoryPart { name, vram_bytes, ram_bytes, disk_bytes };
             let parts = vec![
@@ -474,7 +478,7 @@ impl std::fmt::Display for Plan {
             writeln!(f, "          {experts} on another GPU, {taken:.2} of {may:.2} GiB of its VRAM")?;
         }
         if let Some(choice) = &self.choice {
-            writeln!(f, "GPUs      {choice}")?;
+            writeln!(f, "GPUs      {}", choice.replace("; ", "\n          "))?;
         }
         if self.draft_layers > 0 {
             writeln!(f, "drafts    {UNUSED_DRAFTS}")?;

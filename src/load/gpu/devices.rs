@@ -1,21 +1,17 @@
 //! The GPUs of a run: those that are named, or as many of those that there are as make it fastest.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::plan::{GpuPlan, check_vram, size};
-use super::speed::{GpuRates, on_gpu, products};
+use super::plan::{GpuPlan, check_vram, may_take, size};
+use super::speed::products;
+use super::ways::{Card, Ways, are_uneven, least, without_remedy};
 use crate::config::{Device, EngineConfig};
 use crate::cuda::{self, Cuda, DeviceInfo, MAX_RANKS, Rank};
-use crate::load::machine::{Machine, gib};
+use crate::load::machine::Machine;
 use crate::load::spec::Spec;
-use crate::load::speed::{CpuRates, Expected};
+use crate::load::speed::CpuRates;
 use crate::{Error, Result};
-
-/// How much faster more GPUs must be, in decode times in a prompt, to be used.
-const WORTH: f64 = 1.1;
-
-/// Bytes over which bandwidths are measured.
-const SAMPLE_BYTES: usize = 128 << 20;
 
 /// The GPUs of a run.
 pub struct Gpus {
@@ -46,10 +42,7 @@ impl Gpus {
         check_bounds(spec.config)?;
         match &spec.config.device {
             Device::Cpu => Ok(None),
-            Device::Auto => Ok(Cuda::open(0).ok().map(|first| {
-                let (devices, choice) = choose(spec, first, machine);
-                Self { devices, beside: Vec::new(), vram: spec.config.vram.clone(), choice }
-            })),
+            Device::Auto => choose(spec, machine),
             Device::Cuda(numbers) => named(spec, numbers).map(Some),
         }
     }
@@ -78,9 +71,7 @@ impl Gpus {
 
     /// The one that has the least memory.
     pub fn least(&self) -> DeviceInfo {
-        let bytes = |of: fn(&DeviceInfo) -> u64| self.devices.iter().map(|cuda| of(&cuda.info)).min().unwrap_or(0);
-        let (total_bytes, free_bytes) = (bytes(|info| info.total_bytes), bytes(|info| info.free_bytes));
-        DeviceInfo { total_bytes, free_bytes, ..self.devices[0].info.clone() }
+        least(self.devices.iter().map(|cuda| &cuda.info))
     }
 }
 
@@ -96,12 +87,6 @@ fn check_bounds(config: &EngineConfig) -> Result<()> {
         }
         _ => Ok(()),
     }
-}
-
-/// Whether what GPUs may take is so different that equal shares would waste it.
-pub fn are_uneven(vram: &[u64]) -> bool {
-    let (least, most) = (vram.iter().min().copied().unwrap_or(0), vram.iter().max().copied().unwrap_or(0));
-    least < most / 4 * 3
 }
 
 fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Gpus> {
@@ -124,7 +109,7 @@ fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Gpus> {
         })?;
     }
     let bound = |i: usize| bounds.get(i).or(bounds.first()).copied();
-    let vram: Vec<u64> = devices.iter().enumerate().map(|(i, cuda)| bound(i).unwrap_or(cuda.info.free_bytes)).collect();
+    let vram: Vec<u64> = devices.iter().enumerate().map(|(i, cuda)| bound(i).unwrap_or(may_take(&cuda.info))).collect();
     let Some(why) = apart(numbers, &devices, &vram) else {
         return Ok(Gpus { devices, beside: Vec::new(), vram: bounds.clone(), choice: None });
     };
@@ -161,99 +146,79 @@ fn apart(numbers: &[usize], devices: &[Arc<Cuda>], vram: &[u64]) -> Option<Strin
         let each = numbers.iter().zip(vram).map(|(number, vram)| format!("{} of cuda:{number}", size(*vram)));
         return Some(format!("{} may be taken", each.collect::<Vec<_>>().join(", ")));
     }
-    let error = Rank::of_devices(devices).err()?.to_string();
-    Some(error.split(": give one GPU").next().unwrap_or_default().into())
+    Rank::of_devices(devices).err().map(|error| without_remedy(&error))
 }
 
-/// As many GPUs like the first one as make the model fastest.
-fn choose(spec: &Spec<'_>, first: Arc<Cuda>, machine: &Machine) -> (Vec<Arc<Cuda>>, Option<String>) {
-    let (numbers, mut said) = cuda::alike();
-    let mut devices = vec![first.clone()];
-    if numbers.len() > 1 {
-        let counts = counts(numbers.len());
-        let expected = match expected(spec, &first, machine, &counts) {
-            Ok(expected) => expected,
-            Err(error) => return (devices, Some(format!("one GPU: {error}"))),
-        };
-        let mut best = best(&counts, &expected);
-        for number in &numbers[1..] {
-            if devices.len() == best {
-                break;
-            }
-            let why = match Cuda::open(*number) {
-                Ok(cuda) if cuda.info.free_bytes >= first.info.free_bytes / 4 * 3 => {
-                    devices.push(cuda);
-                    continue;
+/// The GPUs of this machine that make the model fastest, and why; `None`: none can be used.
+fn choose(spec: &Spec<'_>, machine: &Machine) -> Result<Option<Gpus>> {
+    let mut cards: Vec<Card> = cuda::devices().into_iter().enumerate().map(|(i, info)| Card::known(i, info)).collect();
+    let mut left = Vec::new();
+    cards.retain(|card| {
+        let lack = card.info.lacks();
+        left.extend(lack.iter().map(|lack| format!("{} is left alone: it {lack}", card.name())));
+        lack.is_none()
+    });
+    if let Some(gpus) = fastest(spec, machine, &mut cards, &mut left)? {
+        return Ok(Some(gpus));
+    }
+    let one = cards.first().and_then(|card| Cuda::open(card.number).ok());
+    Ok(one.map(|cuda| Gpus {
+        devices: vec![cuda],
+        beside: Vec::new(),
+        vram: spec.config.vram.clone(),
+        choice: (!left.is_empty()).then(|| left.join("; ")),
+    }))
+}
+
+/// The same of several that can be used; `None`: of these `cards` one is left, or none.
+fn fastest(spec: &Spec<'_>, machine: &Machine, cards: &mut Vec<Card>, left: &mut Vec<String>) -> Result<Option<Gpus>> {
+    if cards.len() < 2 {
+        return Ok(None);
+    }
+    let cpu = CpuRates::measure(spec, machine, 128)?;
+    let (mut open, mut reaches) = (BTreeMap::new(), true);
+    // Those that look worth it are opened, which tells more of them, until all that are chosen are open.
+    while cards.len() > 1 {
+        let reach = |a: &Card, b: &Card| reaches && cuda::can_access(a.number, b.number);
+        let ways = Ways { spec, machine, cpu: &cpu, cards, reach: &reach };
+        let (way, why) = ways.choose();
+        let chosen: Vec<(usize, u64)> = way.cards.iter().map(|&i| (cards[i].number, ways.vram(i))).collect();
+        let closed: Vec<usize> =
+            chosen.iter().map(|(number, _)| *number).filter(|number| !open.contains_key(number)).collect();
+        if !closed.is_empty() {
+            cards.retain_mut(|card| {
+                if !closed.contains(&card.number) {
+                    return true;
                 }
-                Ok(cuda) => format!("{:.1} GiB of its VRAM are free", gib(cuda.info.free_bytes)),
-                Err(error) => error.to_string(),
-            };
-            said.push(format!("cuda:{number} is left out: {why}"));
+                match Cuda::open(card.number).and_then(|cuda| card.measure(&cuda).map(|()| cuda)) {
+                    Ok(cuda) => open.insert(card.number, cuda).is_none(),
+                    Err(error) => {
+                        left.push(format!("{} is left alone: {error}", card.name()));
+                        false
+                    }
+                }
+            });
+            continue;
         }
-        best = counts.iter().copied().filter(|&n| n <= devices.len()).max().unwrap_or(1);
-        devices.truncate(best);
-        if best > 1
+        let mut devices: Vec<Arc<Cuda>> = chosen.iter().filter_map(|(number, _)| open.remove(number)).collect();
+        if way.is_divided
             && let Err(error) = Rank::of_devices(&devices)
         {
-            said.push(error.to_string());
-            devices.truncate(1);
+            left.push(without_remedy(&error));
+            reaches = false;
+            open.extend(chosen.iter().map(|(number, _)| *number).zip(devices));
+            continue;
         }
-        let each = counts.iter().zip(&expected).map(|(n, expected)| match expected {
-            Some(expected) => format!("{n}: {expected}"),
-            None => format!("{n}: does not fit, or cannot be divided so"),
-        });
-        said.insert(
-            0,
-            format!("{} of {} GPUs ({})", devices.len(), numbers.len(), each.collect::<Vec<_>>().join("; ")),
-        );
+        open.into_iter().for_each(|(number, cuda)| cuda.close(number));
+        let others = if way.is_divided { Vec::new() } else { devices.split_off(1) };
+        let beside = others.into_iter().zip(&chosen[1..]);
+        devices[0].enter_thread()?;
+        return Ok(Some(Gpus {
+            devices,
+            beside: beside.map(|(cuda, &(number, vram))| Beside { cuda, number, vram }).collect(),
+            vram: spec.config.vram.clone(),
+            choice: Some([&[why], &left[..]].concat().join("; ")),
+        }));
     }
-    (devices, (!said.is_empty()).then(|| said.join("; ")))
-}
-
-/// One, two, four and so on, and all.
-fn counts(all: usize) -> Vec<usize> {
-    (0..).map(|i| 1 << i).take_while(|n| *n < all).chain([all]).collect()
-}
-
-/// How fast so many GPUs like the first one should be; `None`: the model does not fit them, or cannot be divided so.
-fn expected(spec: &Spec<'_>, first: &Arc<Cuda>, machine: &Machine, counts: &[usize]) -> Result<Vec<Option<Expected>>> {
-    first.enter_thread()?;
-    let cpu = CpuRates::measure(spec, machine, 128)?;
-    let (vram_bytes, pcie_bytes) = (first.vram_bandwidth(SAMPLE_BYTES)?, first.pcie_bandwidth(SAMPLE_BYTES)?);
-    let of = |&gpus: &usize| {
-        let spec = spec.on(gpus);
-        let plan = GpuPlan::attempt(&spec, &first.info, machine).ok()?.ok()?;
-        on_gpu(&plan, &spec, &GpuRates::of(&cpu, gpus, vram_bytes, pcie_bytes)).ok()
-    };
-    Ok(counts.iter().map(of).collect())
-}
-
-/// The number of GPUs that are worth it.
-fn best(counts: &[usize], expected: &[Option<Expected>]) -> usize {
-    let speed = |expected: &Expected| expected.decode_tok_per_s * expected.prefill_tok_per_s;
-    let mut best = (1, 0.0);
-    for (&n, expected) in counts.iter().zip(expected) {
-        if let Some(speed) = expected.as_ref().map(speed).filter(|speed| *speed > WORTH * best.1) {
-            best = (n, speed);
-        }
-    }
-    best.0
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn more_gpus_are_used_where_they_are_worth_it() {
-        assert_eq!((counts(1), counts(4), counts(6)), (vec![1], vec![1, 2, 4], vec![1, 2, 4, 6]));
-        let of = |decode_tok_per_s, prefill_tok_per_s| {
-            Some(Expected { decode_tok_per_s, prefill_tok_per_s, prefill_tokens: 8192 })
-        };
-        let slower = of(70.0, 1100.0);
-        assert_eq!(best(&[1, 2], &[of(100.0, 1000.0), slower]), 1);
-        assert_eq!(best(&[1, 2, 4], &[of(100.0, 1000.0), of(100.0, 1900.0), of(98.0, 2000.0)]), 2, "four bring little");
-        assert_eq!(best(&[1, 2, 4], &[None, None, slower]), 4, "fewer are too small");
-        assert_eq!(best(&[1, 2], &[None, None]), 1);
-    }
+    Ok(None)
 }

@@ -1,9 +1,11 @@
 //! How fast a model will run on a GPU, as planned: the formulas stand in `load/speed.rs`.
 
+use std::sync::Arc;
+
 use super::plan::GpuPlan;
 use crate::Result;
 use crate::config::PrefillOn;
-use crate::cuda::DeviceInfo;
+use crate::cuda::{Cuda, DeviceInfo};
 use crate::experts::cost::CostModel;
 use crate::experts::pool::expected_hits;
 use crate::load::spec::Spec;
@@ -14,10 +16,34 @@ use crate::load::speed::{CpuRates, Expected, TokenWork};
 pub struct GpuRates {
     /// Bytes of VRAM.
     pub vram_bytes: f64,
-    /// Of each GPU that holds experts for it: bytes of VRAM, and products of long prompts.
-    pub beside: Vec<(f64, f64)>,
+    /// Of each GPU that holds experts for it.
+    pub beside: Vec<HolderRates>,
     /// Of what experts in RAM need; `None` where there are none.
     pub speeds: Option<CostModel>,
+}
+
+/// What a GPU that holds experts for another one does in a second.
+#[derive(Clone, Copy, Debug)]
+pub struct HolderRates {
+    /// Bytes of VRAM.
+    pub vram_bytes: f64,
+    /// Products of long prompts.
+    pub products: f64,
+    /// Bytes of its link.
+    pub link_bytes: f64,
+}
+
+/// Bytes over which bandwidths are measured, where there is room.
+const SAMPLE_BYTES: u64 = 128 << 20;
+
+impl HolderRates {
+    /// Measures a GPU.
+    pub fn measure(cuda: &Arc<Cuda>) -> Result<Self> {
+        let sample = SAMPLE_BYTES.min(cuda.info.free_bytes / 4).max(1 << 20) as usize;
+        cuda.enter_thread()?;
+        let (vram_bytes, link_bytes) = (cuda.vram_bandwidth(sample)?, cuda.pcie_bandwidth(sample)?);
+        Ok(Self { vram_bytes, products: products(&cuda.info), link_bytes })
+    }
 }
 
 impl GpuRates {
@@ -48,7 +74,6 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     const HANDOFF_S: f64 = 10e-6;
     const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
     // Sums over several GPUs: of one row, and bytes a second of many.
-    const LINK_BYTES: f64 = 25e9; // where nothing was measured
     const SUM_S: f64 = 8e-6;
     const SUM_BYTES: f64 = 240e9;
     let ranks = spec.ranks() as f64;
@@ -66,10 +91,13 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     // Beside the CPU's experts, those that other GPUs hold: of the rest, the most chosen.
     let cached = |experts: usize| expected_hits(experts as f64 / all);
     let (mut before, mut beside) = (resident, 0.0f64);
-    for (holder, (vram_bytes, _)) in plan.holders.iter().zip(&rates.beside) {
+    // To GPUs that hold experts hidden states go in bf16, and sums come back in f32.
+    let row_bytes = 6.0 * spec.model.hidden_size as f64;
+    for (holder, of) in plan.holders.iter().zip(&rates.beside) {
         let chosen = cached(before + holder.experts) - cached(before);
         before += holder.experts;
-        beside = beside.max(chosen * top_k * work.expert_bytes() / (VRAM_SHARE * vram_bytes) + 2.0 * HANDOFF_S);
+        let hop = 2.0 * HANDOFF_S + row_bytes / of.link_bytes;
+        beside = beside.max(chosen * top_k * work.expert_bytes() / (VRAM_SHARE * of.vram_bytes) + hop);
     }
     if let (Some(speeds), true) = (&rates.speeds, others > 0) {
         beside = beside.max((1.0 - cached(before)) * top_k * work.expert_bytes() / speeds.cpu_bytes + HANDOFF_S);
@@ -98,15 +126,16 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     let on_gpu = (resident + streamed) as f64 / all * n * top_k * work.expert_products() / rate;
     let held = plan.holders.iter().zip(&rates.beside);
     let on_others =
-        held.map(|(holder, (_, rate))| holder.experts as f64 / all * n * top_k * work.expert_products() / rate);
+        held.map(|(holder, of)| holder.experts as f64 / all * n * top_k * work.expert_products() / of.products);
     let on_gpu = on_others.fold(on_gpu, f64::max);
     let rest = n * (work.dense_products + n / 2.0 * work.attention_products) / rate;
     // Copies run beside all of the GPU's work, the CPU only beside the experts'.
     let least = spec.model.layers.len() as f64 * PREFILL_LAYER_S;
     let summing = sums * n * 4.0 * spec.model.hidden_size as f64 / SUM_BYTES;
-    // To GPUs that hold experts hidden states go in bf16, and sums come back in f32.
-    let link = rates.speeds.map_or(LINK_BYTES, |speeds| speeds.pcie_bytes);
-    let hops = plan.holders.len() as f64 * moe_layers * n * 6.0 * spec.model.hidden_size as f64 / link;
+    // Rows go out and back through the first one's link and the holder's.
+    let first = rates.speeds.map_or(f64::INFINITY, |speeds| speeds.pcie_bytes);
+    let held = plan.holders.iter().zip(&rates.beside);
+    let hops: f64 = held.map(|(_, of)| moe_layers * n * row_bytes / of.link_bytes.min(first)).sum();
     let prefill = (least + rest + summing + hops + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing);
     Ok(Expected { decode_tok_per_s: 1.0 / decode, prefill_tok_per_s: n / prefill, prefill_tokens: tokens })
 }

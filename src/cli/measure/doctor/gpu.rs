@@ -58,18 +58,39 @@ fn devices(driver: Option<&str>) -> Vec<Finding> {
         )];
     }
     let each = devices.iter().enumerate().map(|(i, info)| device(i, info, driver));
-    each.chain((devices.len() > 1).then(together)).collect()
+    each.chain((devices.len() > 1).then(|| together(&devices))).collect()
 }
 
-/// Whether a model can be divided among the GPUs, and how fast they sum.
+/// Whether a model can be divided among the GPUs, how fast they sum, and what becomes of the others.
 #[cfg(feature = "cuda")]
-fn together() -> Finding {
-    use crate::cuda::{Cuda, Rank};
+fn together(devices: &[crate::cuda::DeviceInfo]) -> Finding {
+    use crate::cuda::{Cuda, MAX_RANKS, Rank, can_access};
     const ROW: usize = 4096;
-    let (numbers, others) = crate::cuda::alike();
+    let (mut numbers, mut others) = (Vec::new(), Vec::new());
+    for (number, info) in devices.iter().enumerate() {
+        let name = format!("cuda:{number} ({}, {})", info.name, super::gib(info.total_bytes));
+        let first = numbers.first().map_or(info, |first: &usize| &devices[*first]);
+        let why = match () {
+            () if let Some(lack) = info.lacks() => {
+                others.push(format!("{name} is left alone: it {lack}"));
+                continue;
+            }
+            () if info.kind() != first.kind() => "another kind of GPU",
+            () if !numbers.iter().all(|&other| can_access(number, other)) => "no access to the others' memory",
+            () if numbers.len() == MAX_RANKS => "one too many",
+            () => {
+                numbers.push(number);
+                continue;
+            }
+        };
+        others.push(format!(
+            "{name} has no share of a model: {why}; it can hold experts, and is left alone where that brings less \
+             than a tenth, as `moebius plan` says of a model"
+        ));
+    }
     let others = (!others.is_empty()).then(|| others.join("; "));
     if numbers.len() < 2 {
-        return finding("GPUs", "none can share a model with cuda:0", others.as_deref());
+        return finding("GPUs", "none can share a model with another one", others.as_deref());
     }
     let measured = numbers.iter().map(|number| Cuda::open(*number)).collect::<Result<Vec<_>>>().and_then(|devices| {
         let ranks = Rank::of_devices(&devices)?;
