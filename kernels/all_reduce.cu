@@ -4,6 +4,7 @@
 //   all_reduce        few numbers: each rank writes its own, with a stamp in each word, to all others. A word that has
 //                     the stamp has come, so there is nothing to wait for but the words themselves
 //   all_reduce_many   chunk by chunk: all write a chunk to the rank that owns it, which sums and writes the sum back
+//   place_columns     a rank's columns among zeros, so that a sum brings those of all ranks together
 //
 // An inbox is the memory of a rank that the others write to. A block always uses the same part of it, and its two
 // halves in turn: who writes a half again has seen, one launch before, that all others are done with it. `stamps` count
@@ -11,7 +12,7 @@
 //
 // Where `stop` is not 0, a rank has failed, and nobody waits any longer.
 //
-//   grid (blocks)
+//   grid (blocks), unless said
 #include "common.cuh"
 
 constexpr int MAX_RANKS = 8, REDUCE_THREADS = 256;
@@ -123,4 +124,13 @@ KERNEL(all_reduce_many, REDUCE_THREADS, 0, const __grid_constant__ Peers peers, 
                 reinterpret_cast<uint32_t*>(static_cast<char*>(peers.inbox[thread]) + flags) + OF_SUM, stamp);
     }
     if (thread == 0) stamps[FEW_BLOCKS + chunk] = stamp;
+}
+
+// out = x in columns [first, first + cols) of `all`, and 0 in the others. grid (rows, ceil(all / REDUCE_THREADS))
+KERNEL(place_columns, REDUCE_THREADS, 0, const float* x, float* out, int cols, int first, int all) {
+    begin_kernel();
+    const int column = blockIdx.y * REDUCE_THREADS + threadIdx.x, own = column - first;
+    if (column >= all) return;
+    const bool is_own = own >= 0 && own < cols;
+    out[(size_t)blockIdx.x * all + column] = is_own ? x[(size_t)blockIdx.x * cols + own] : 0.0f;
 }

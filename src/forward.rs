@@ -145,6 +145,12 @@ impl<B: Backend> Model<B> {
             _ => Ok(()),
         }
     }
+
+    /// Logits of rows of the last batch, on the device.
+    fn compute_logits(&mut self, rows: &[usize]) {
+        let Self { backend, weights, parts, head, .. } = self;
+        head.compute(backend, weights, parts, rows);
+    }
 }
 
 /// One layer of a pass: what it is, what it has, and what it may change.

@@ -15,6 +15,10 @@ pub trait Rank: Memory {
     /// the same sums in the same order.
     fn all_reduce(&self, _x: &mut Self::Tensor) {}
 
+    /// Brings the ranks' columns `[R, columns of a rank]` side by side into `all`, `[R, columns]`, f32, on all of them;
+    /// those of this rank begin at `first`.
+    fn gather_columns(&self, _own: &Self::Tensor, _first: usize, _all: &mut Self::Tensor) {}
+
     /// Says that this rank has failed: nobody waits for it any longer, and what is summed means nothing.
     fn give_up(&self) {}
 

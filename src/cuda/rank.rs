@@ -110,6 +110,19 @@ impl Rank {
         }
     }
 
+    /// Enqueues what brings the ranks' columns `[rows, cols]` side by side into `out`, `[rows, all]`, a multiple of 4
+    /// numbers; those of this rank begin at `first`.
+    pub fn gather_columns(
+        &self,
+        (x, rows, cols): (Address<f32>, usize, usize),
+        first: usize,
+        (out, all): (Address<f32>, usize),
+    ) {
+        launch!(self.cuda, &self.cuda.compute, kernels::place_columns, [rows, all.div_ceil(REDUCE_THREADS), 1];
+            x, out, cols as i32, first as i32, all as i32);
+        self.all_reduce(out, rows * all);
+    }
+
     /// Seconds that a sum of `numbers` numbers takes within a recorded pass. `ranks` are all that there are.
     pub fn sum_seconds(ranks: &[Self], numbers: usize) -> Result<f64> {
         let (sums, runs) = if ranks[0].cuda.info.is_emulated() { (2, 1) } else { (100, 5) };

@@ -83,16 +83,14 @@ impl<B: Backend> Forward for Model<B> {
     }
 
     fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]> {
-        let Self { backend, weights, parts, head, .. } = self;
-        head.compute(backend, weights, parts, rows);
-        head.whole_rows(backend)
+        self.compute_logits(rows);
+        self.head.whole_rows(&self.backend)
     }
 
     fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<bool> {
-        let Self { backend, weights, parts, head, .. } = self;
         if B::SHORTLISTS {
-            head.compute(backend, weights, parts, rows);
-            head.shortlists(backend, inverse_temperatures, out)?;
+            self.compute_logits(rows);
+            self.head.shortlists(&self.backend, inverse_temperatures, out)?;
         }
         Ok(B::SHORTLISTS)
     }

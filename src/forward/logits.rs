@@ -3,10 +3,10 @@
 use super::buffers::{Part, Parts};
 use super::streams::{LastBuffers, MixBuffers};
 use super::weights::{Last, Weights};
-use crate::Result;
 use crate::backend::Backend;
 use crate::backend::tensor::Shortlist;
 use crate::model::{ModelConfig, Norm};
+use crate::{Error, Result};
 
 /// Buffers for `R` rows at most.
 pub(super) struct Head<B: Backend> {
@@ -19,9 +19,10 @@ pub(super) struct Head<B: Backend> {
     last: B::Tensor,      // [R, streams * hidden], rows of x of which logits are wanted
     mixing: Option<MixBuffers<B>>,
     connected: Option<LastBuffers<B>>,
-    last_normed: B::Tensor, // [R, hidden]
-    logits: B::Tensor,      // [R, vocab]
-    host: B::Host,          // [R, vocab]
+    last_normed: B::Tensor,           // [R, hidden]
+    part: Option<(usize, B::Tensor)>, // where this rank's part of the vocabulary begins, and its logits [R, part]
+    logits: B::Tensor,                // [R, vocab]
+    host: B::Host,                    // [R, vocab]
     shortlister: B::Shortlister,
     rows: usize, // of the last call
 }
@@ -29,6 +30,8 @@ pub(super) struct Head<B: Backend> {
 impl<B: Backend> Head<B> {
     pub(super) fn new(backend: &B, model: &ModelConfig, max_rows: usize) -> Result<Self> {
         let (hidden, vocab_size) = (model.hidden_size, model.vocab_size);
+        let part = model.vocabulary_share(backend.share());
+        let part = part.map(|part| Ok::<_, Error>((part.start, backend.tensor_f32(max_rows, part.len())?)));
         Ok(Self {
             max_rows,
             vocab_size,
@@ -40,6 +43,7 @@ impl<B: Backend> Head<B> {
             mixing: MixBuffers::new(backend, model, max_rows)?,
             connected: LastBuffers::new(backend, model, max_rows)?,
             last_normed: backend.tensor(max_rows, hidden)?,
+            part: part.transpose()?,
             logits: backend.tensor_f32(max_rows, vocab_size)?,
             rows: 0,
             shortlister: backend.shortlister(max_rows, vocab_size)?,
@@ -52,9 +56,14 @@ impl<B: Backend> Head<B> {
         self.max_rows
     }
 
+    /// Whether ranks compute logits together.
+    pub(super) fn is_divided(&self) -> bool {
+        self.part.is_some()
+    }
+
     /// Logits of rows of the last batch, on the device: `lm_head(norm(x[rows]))`.
     pub(super) fn compute(&mut self, backend: &B, weights: &Weights<B>, parts: &Parts<B>, rows: &[usize]) {
-        let Self { last, connected, last_normed, logits, mixing, .. } = self;
+        let Self { last, connected, last_normed, part, logits, mixing, .. } = self;
         for t in [&mut *last, &mut *last_normed, &mut *logits] {
             backend.set_rows(t, rows.len());
         }
@@ -76,7 +85,14 @@ impl<B: Backend> Head<B> {
             (Last::Norm(norm), _, Norm::Rms) => backend.rms_norm(last, norm, self.norm_eps, last_normed),
             (Last::Norm(norm), _, Norm::Layer) => backend.layer_norm(last, norm, self.norm_eps, last_normed),
         }
-        backend.linear(&weights.lm_head, last_normed, logits);
+        match part {
+            None => backend.linear(&weights.lm_head, last_normed, logits),
+            Some((first, part)) => {
+                backend.set_rows(part, rows.len());
+                backend.linear(&weights.lm_head, last_normed, part);
+                backend.gather_columns(part, *first, logits);
+            }
+        }
         if self.scale != 1.0 {
             backend.scale(logits, self.scale);
         }

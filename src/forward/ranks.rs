@@ -86,6 +86,18 @@ impl<B: Backend> Ranks<B> {
         settle(&mut self.others, &mut self.failed, behind)
     }
 
+    /// Lets other ranks compute their part of logits, where the vocabulary is divided.
+    fn ask_for_logits(&mut self, rows: &[usize]) -> Result<()> {
+        if !self.first.head.is_divided() {
+            return Ok(());
+        }
+        let rows: Arc<[usize]> = rows.into();
+        self.ask(move |model| {
+            model.compute_logits(&rows);
+            Ok(())
+        })
+    }
+
     /// Lets the others go on where the first has failed.
     fn checked<T>(&mut self, done: Result<T>) -> Result<T> {
         if let Err(error) = &done {
@@ -188,13 +200,18 @@ impl<B: Backend> Forward for Ranks<B> {
     }
 
     fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]> {
-        let Self { first, others, failed } = self;
-        let logits = first.logits(rows)?;
-        settle(others, failed, 0)?;
-        Ok(logits)
+        self.ask_for_logits(rows)?;
+        self.first.compute_logits(rows);
+        let done = self.first.backend.synchronize();
+        self.checked(done)?;
+        self.settle(0)?;
+        self.first.whole_rows()
     }
 
     fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<bool> {
+        if B::SHORTLISTS {
+            self.ask_for_logits(rows)?;
+        }
         let done = self.first.shortlists(rows, inverse_temperatures, out);
         let done = self.checked(done)?;
         self.settle(0)?;

@@ -3,7 +3,7 @@
 use super::attention::AttentionWeights;
 use super::ffn::FfnWeights;
 use super::join::Term;
-use super::loader::Loader;
+use super::loader::{Cut, Loader};
 use super::ngrams::{self, Tables};
 use super::streams::{Connection, Mixer};
 use crate::Result;
@@ -21,7 +21,7 @@ pub struct Weights<B: Backend> {
     /// Before the output head.
     pub(super) last: Last<B>,
     pub(super) tables: Tables<B>,
-    /// `[vocab, hidden]`
+    /// `[vocab, hidden]`, or a rank's part of the vocabulary.
     pub lm_head: B::Linear,
 }
 
@@ -70,6 +70,7 @@ impl<B: Backend> Weights<B> {
         let (body, hidden, vocab) = (model.names.body, model.hidden_size, model.vocab_size);
         let embedding = format!("{body}{}.weight", model.names.embedding);
         let head = if model.tied_embeddings { embedding.clone() } else { format!("{}.weight", model.names.head) };
+        let of_head = model.vocabulary_share(loader.share).map_or(Cut::Whole, |_| Cut::Width);
         let layers = model.layers.iter().enumerate().map(|(i, layer)| {
             let weights = LayerWeights::load(&loader, &format!("{body}layers.{i}"), layer)?;
             report(i + 1, model.layers.len())?;
@@ -93,7 +94,11 @@ impl<B: Backend> Weights<B> {
                 (None, None) => Last::Norm(loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?),
             },
             tables: Tables::load(&loader)?,
-            lm_head: backend.load_linear(source.stored(&head, vocab, hidden)?, None, bits.of_sensitive())?,
+            lm_head: backend.load_linear(
+                loader.cut_stored(source.stored(&head, vocab, hidden)?, of_head)?,
+                None,
+                bits.of_sensitive(),
+            )?,
         })
     }
 

@@ -1,9 +1,9 @@
 //! What one of several devices has of a model.
 //!
 //! ```text
-//! divided      heads, dense and shared widths, the width of every routed expert
+//! divided      heads, dense and shared widths, the width of every routed expert, the vocabulary of the output head
 //! replicated   norms, embedding, router, MLA's latent, KV heads where there are fewer than ranks, indexers, mixers of
-//!              residual streams, attention that cannot be divided
+//!              residual streams, attention and vocabularies that cannot be divided
 //! ```
 
 use std::ops::Range;
@@ -57,6 +57,11 @@ impl LayerConfig {
 }
 
 impl ModelConfig {
+    /// The tokens that a rank's output head has; `None`: every rank has all, and the first one's is used.
+    pub fn vocabulary_share(&self, share: Share) -> Option<Range<usize>> {
+        share.width(self.vocab_size).filter(|_| !share.is_whole())
+    }
+
     /// What a rank has of it. Errors: `Error::Invalid` with what cannot be divided.
     pub fn share(&self, share: Share) -> Result<Self> {
         if share.is_whole() {

@@ -16,6 +16,12 @@ impl Rank for CudaBackend {
         }
     }
 
+    fn gather_columns(&self, own: &Tensor, first: usize, all: &mut Tensor) {
+        if let Some(rank) = &self.rank {
+            rank.gather_columns((own.f32(), own.rows, own.cols), first, (all.f32(), all.cols));
+        }
+    }
+
     fn give_up(&self) {
         if let Some(rank) = &self.rank {
             rank.give_up();
