@@ -11,9 +11,10 @@ use moebius_cache::pack::{GROUP_SIZES, largest_group_size};
 use crate::Error;
 use crate::kernel::Simd;
 
-/// Gives a choice its names: `ALL` in the order they are offered, `Display` and `FromStr`.
+/// Gives a choice its names: `ALL` in the order they are offered, `Display` and `FromStr`. What follows a semicolon is
+/// no choice of a user, and displayed alone.
 macro_rules! named {
-    ($type:ident: $($variant:ident $name:literal),*) => {
+    ($type:ident: $($variant:ident $name:literal),* $(; $inner:ident $inner_name:literal)?) => {
         impl $type {
             /// Every choice.
             pub const ALL: [Self; [$($name),*].len()] = [$(Self::$variant),*];
@@ -23,6 +24,7 @@ macro_rules! named {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.pad(match self {
                     $(Self::$variant => $name,)*
+                    $(Self::$inner => $inner_name,)?
                 })
             }
         }
@@ -49,7 +51,7 @@ fn one_of(all: &[impl std::fmt::Display]) -> String {
     }
 }
 
-named!(DenseBits: Auto "auto", Bf16 "bf16", Int8 "int8", Int4 "int4");
+named!(DenseBits: Auto "auto", Bf16 "bf16", Int8 "int8", Int4 "int4"; Int5 "int5");
 named!(ActivationBits: Eight "8", Sixteen "16");
 named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Int8 "int8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
@@ -123,8 +125,10 @@ pub enum DenseBits {
     /// 8-bit codes, group scales, int8 activations. The small matrices that absorb `kv_b_proj` into latent attention
     /// stay at 16 bits.
     Int8,
-    /// The same with 4-bit codes, but for the output head, keys and values.
+    /// The same with 4 bits of a table, but for the output head, keys, values and what adds to the residual stream.
     Int4,
+    /// 5-bit codes in groups of 32: of what adds to the residual stream beside `Int4`.
+    Int5,
 }
 
 impl DenseBits {
@@ -137,13 +141,32 @@ impl DenseBits {
         }
     }
 
+    /// Of what adds to the residual stream, the last projections of attention and of MLPs. In 4 bits that of attention
+    /// costs most for its size, and a fifth bit takes most of that (docs/precision.md).
+    pub fn of_sums(self) -> Self {
+        match self {
+            DenseBits::Int4 => DenseBits::Int5,
+            other => other,
+        }
+    }
+
+    /// How a weight with rows of `k` inputs is stored on a GPU, whose dense products know integers of 4 and 8 bits.
+    pub fn precision_on_gpu(self, k: usize) -> Option<Precision> {
+        match self {
+            DenseBits::Int4 | DenseBits::Int5 => largest_group_size(&[k]).map(Precision::int4),
+            _ => self.precision(k),
+        }
+    }
+
     /// How a weight with rows of `k` inputs is stored that is plain numbers; `None`: they cannot be cut into groups.
     pub fn precision(self, k: usize) -> Option<Precision> {
         let group_size = largest_group_size(&[k]);
         match self {
             DenseBits::Auto | DenseBits::Bf16 => Some(Precision::Bf16),
             DenseBits::Int8 => group_size.map(Precision::int8),
-            DenseBits::Int4 => group_size.map(Precision::int4),
+            // Groups of 32 are no faster than INT8 where cores are many, so only the few that pay most have them.
+            DenseBits::Int4 => group_size.map(Precision::iq4),
+            DenseBits::Int5 => group_size.map(|_| Precision::Q5_0),
         }
     }
 }
@@ -472,7 +495,24 @@ mod tests {
         for bits in DenseBits::ALL {
             assert_eq!(bits.to_string().parse(), Ok(bits));
         }
+        assert!("int5".parse::<DenseBits>().is_err()); // a part of int4
         assert_eq!("INT4".parse::<DenseBits>(), Err("\"INT4\" is unknown: use auto, bf16, int8 or int4".into()));
+    }
+
+    #[test]
+    fn dense_weights_in_int4_have_more_bits_where_they_pay() {
+        let of = |bits: DenseBits| bits.precision(4096).map(|precision| precision.to_string());
+        let int4 = DenseBits::Int4;
+        assert_eq!(of(int4).as_deref(), Some("iq4-g128"));
+        assert_eq!(of(int4.of_sums()).as_deref(), Some("q5_0"));
+        assert_eq!(of(int4.of_sensitive()).as_deref(), Some("int8-g128"));
+        assert_eq!(of(int4.of_sensitive().of_sums()).as_deref(), Some("int8-g128"));
+        assert_eq!([DenseBits::Int8, DenseBits::Auto].map(DenseBits::of_sums), [DenseBits::Int8, DenseBits::Auto]);
+        // Rows of 48 have no groups, and a GPU knows INT4 alone.
+        for bits in [int4, int4.of_sums()] {
+            assert_eq!((bits.precision(48), bits.precision_on_gpu(48)), (None, None));
+            assert_eq!(bits.precision_on_gpu(96), Some(Precision::int4(32)));
+        }
     }
 
     #[test]

@@ -101,6 +101,7 @@ fn thirty_questions_get_the_same_right_answers_in_every_precision() {
             (ExpertBits::Int4, None, DenseBits::Bf16),
             (ExpertBits::Int4, Some(32), DenseBits::Bf16),
             (ExpertBits::Int4, None, DenseBits::Int8),
+            (ExpertBits::Int4, None, DenseBits::Int4),
         ] {
             let mut loaded = load(&dir, &EngineConfig { experts, group_size, dense, ..Default::default() });
             for (question, answer) in &questions {

@@ -7,6 +7,7 @@ use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::rounding;
 
 use super::spec::Spec;
+use crate::config::Device;
 use crate::model::ModelConfig;
 use crate::{Error, Result};
 
@@ -75,10 +76,15 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
         let is_router = component.role == in_block(model.names.router, model);
         if !is_router {
             let sensitive = component.role == "lm_head" || makes_keys_or_values(&name, &component.role, model);
-            let bits = if sensitive { config.dense.of_sensitive() } else { config.dense };
-            let dense = || match stored.contains_key(&name) {
-                true => source.held_by(),
-                false => bits.precision(shape[1]),
+            let bits = match () {
+                _ if sensitive => config.dense.of_sensitive(),
+                _ if adds_to_residual(&component.role, model) => config.dense.of_sums(),
+                _ => config.dense,
+            };
+            let dense = || match (stored.contains_key(&name), &config.device) {
+                (true, _) => source.held_by(),
+                (false, Device::Cuda(_)) => bits.precision_on_gpu(shape[1]),
+                (false, _) => bits.precision(shape[1]),
             };
             let is_down = |part: &str| part == model.names.expert_projections[2];
             let precision = match (component.role.strip_prefix("experts."), experts) {
@@ -108,10 +114,19 @@ fn moe_layer(name: &str, model: &ModelConfig) -> usize {
     model.moe_layers().position(|(of, _)| Some(of) == layer_of(name)).unwrap_or(0)
 }
 
+/// The last part of a role.
+fn last_part(role: &str) -> &str {
+    role.rsplit_once('.').map_or(role, |(_, part)| part)
+}
+
 fn makes_keys_or_values(name: &str, role: &str, model: &ModelConfig) -> bool {
     let layer = layer_of(name).and_then(|layer| model.layers.get(layer));
-    let part = role.rsplit_once('.').map_or(role, |(_, part)| part);
-    layer.is_some_and(|layer| layer.attention.keys_and_values().contains(&part))
+    layer.is_some_and(|layer| layer.attention.keys_and_values().contains(&last_part(role)))
+}
+
+fn adds_to_residual(role: &str, model: &ModelConfig) -> bool {
+    let names = &model.names;
+    [names.o, names.mlp_projections[2], "o_proj", "out_proj", "wo_b"].contains(&last_part(role))
 }
 
 /// What a matrix is in the model, without layer and expert; `None`: it is not in it.

@@ -20,7 +20,7 @@ const BEFORE: f32 = 0.75;
 
 /// A weight as it is once it is packed, unless its rows cannot be cut into groups.
 fn packed(weight: &[f32], k: usize, bits: DenseBits) -> Vec<f32> {
-    let Some(precision) = bits.precision(k) else { return weight.to_vec() };
+    let Some(precision) = bits.precision_on_gpu(k) else { return weight.to_vec() };
     let layout = MatrixLayout::new(weight.len() / k, k, precision).unwrap();
     let mut bytes = vec![0; layout.bytes()];
     quantize_matrix(&layout, weight, &mut bytes);

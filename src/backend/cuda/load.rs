@@ -141,7 +141,7 @@ impl Load for CudaBackend {
             )));
         }
         let bias = bias.map(|bias| upload_f32(&self.cuda, &bias)).transpose()?;
-        let weight = match bits.precision(k).unwrap_or(Precision::Bf16) {
+        let weight = match bits.precision_on_gpu(k).unwrap_or(Precision::Bf16) {
             Precision::Bf16 => Weight::Bf16(upload_bf16(&self.cuda, &weight)?),
             precision => {
                 let layout = MatrixLayout::new(n, k, precision)?;
