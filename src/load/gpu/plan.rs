@@ -31,8 +31,9 @@ const CPU_TOKENS: usize = 512;
 /// steps, of which there are 128.
 pub const CONTEXT_BYTES: u64 = 680 << 20;
 
-/// What of that the driver takes when it has told how much is free, at most: kernels and recorded passes.
-const LATER_BYTES: u64 = 180 << 20;
+/// What of that stays free when the driver has told how much is: for kernels and recorded passes, which come later, and
+/// for other programs' windows.
+const LATER_BYTES: u64 = 384 << 20;
 
 /// What goes where on a GPU.
 #[derive(Clone, Debug)]
@@ -474,7 +475,7 @@ mod tests {
             let card = card(total, total - others - open);
             // Weights, caches and experts get what nobody has, but for what the driver is still to take.
             let (ours, free) = (may_take(&card) - CONTEXT_BYTES, total - others - open);
-            assert!(ours <= free - LATER_BYTES && ours + (300 << 20) > free, "{others}: {ours} of {free}");
+            assert!(ours <= free - LATER_BYTES && ours + (400 << 20) > free, "{others}: {ours} of {free}");
         }
     }
 
