@@ -1,5 +1,7 @@
 //! Typed, bounded access to the fields of a `config.json`, in the hub's style and in that of transformers 5.
 
+use std::ops::RangeInclusive;
+
 use serde_json::{Map, Value};
 
 use crate::model::{Bias, Ffn, Gqa, Llama3, Mlp, PositionScale, QkNorm, Rope, RopeScaling, Yarn};
@@ -14,6 +16,8 @@ const MAX_EXPERTS: u64 = 1 << 16;
 const MAX_TOP_K: u64 = 1 << 8;
 /// Heads and their widths, where a product of several is memory.
 const MAX_HEADS: u64 = 1 << 12;
+/// Inputs of a short convolution: what a sequence keeps grows with it.
+pub(super) const CONV_WIDTHS: RangeInclusive<usize> = 2..=64;
 
 /// A JSON object whose fields are read with an error that names them. `null` counts as absent.
 pub(super) struct Fields<'a>(&'a Map<String, Value>);
@@ -55,11 +59,16 @@ impl<'a> Fields<'a> {
     }
 
     /// A dimension between two.
-    pub(super) fn within(&self, name: &str, range: std::ops::RangeInclusive<usize>) -> Result<usize> {
+    pub(super) fn within(&self, name: &str, range: RangeInclusive<usize>) -> Result<usize> {
         match self.dim(name)? {
             n if range.contains(&n) => Ok(n),
             _ => Err(wrong(name, &format!("an integer from {} to {}", range.start(), range.end()))),
         }
+    }
+
+    /// Inputs of a short convolution.
+    pub(super) fn conv_width(&self, name: &str) -> Result<usize> {
+        if self.has(name) { self.within(name, CONV_WIDTHS) } else { Ok(4) }
     }
 
     /// Rows of a table that stays in its file.

@@ -6,7 +6,7 @@
 use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
-use super::fields::{Fields, wrong};
+use super::fields::{CONV_WIDTHS, Fields, wrong};
 use super::gguf::{Gguf, Tensors, joined};
 use super::{deepseek, kimi_linear};
 use crate::model::{
@@ -18,9 +18,6 @@ use crate::{Error, Result};
 /// Streams, and times that a connection is balanced, at most.
 const MAX_STREAMS: usize = 16;
 const MAX_ITERATIONS: usize = 100;
-
-/// Inputs of a convolution, at most: what a sequence keeps grows with it.
-const MAX_CONV_WIDTH: usize = 64;
 
 /// `glm5_next`: the language model is nested, and so are its tensor names.
 pub(super) fn nested(f: &Fields<'_>) -> Result<ModelConfig> {
@@ -87,7 +84,7 @@ fn kda(f: &Fields<'_>) -> Result<Kda> {
         Ok(Kda {
             num_heads: f.heads(heads)?,
             head_dim,
-            conv_width: f.within(width, 2..=MAX_CONV_WIDTH)?,
+            conv_width: f.within(width, CONV_WIDTHS)?,
             decay: KdaDecay::Bounded { lower: f.f64_or(lower, -5.0)? as f32 },
             gate_rank: Some(head_dim),
         })

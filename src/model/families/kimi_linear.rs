@@ -5,16 +5,13 @@
 use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
-use super::fields::{Fields, missing, wrong};
+use super::fields::{Fields, missing};
 use super::gguf::{Gguf, Tensors};
 use crate::model::{
     Activation, Attention, Ffn, GroupScore, Groups, Kda, KdaDecay, Mla, Mlp, ModelConfig, Moe, Names, Router, Scoring,
     SharedExpert,
 };
 use crate::{Error, Result};
-
-/// Inputs of a convolution, at most: what a sequence keeps grows with it.
-const MAX_CONV_WIDTH: usize = 64;
 
 /// HF gives these norms its default, whatever `rms_norm_eps` says.
 const LATENT_NORM_EPS: f32 = 1e-6;
@@ -29,7 +26,7 @@ pub(super) fn kimi_linear(f: &Fields<'_>) -> Result<ModelConfig> {
     let kda = Kda {
         num_heads: linear.heads("num_heads")?,
         head_dim,
-        conv_width: conv_width(&linear, "short_conv_kernel_size")?,
+        conv_width: linear.conv_width("short_conv_kernel_size")?,
         decay: KdaDecay::Softplus,
         gate_rank: Some(head_dim),
     };
@@ -72,7 +69,7 @@ pub(super) fn bailing_hybrid(f: &Fields<'_>) -> Result<ModelConfig> {
     let kda = Kda {
         num_heads: f.heads("num_attention_heads")?,
         head_dim: f.head_dim()?,
-        conv_width: conv_width(f, "short_conv_kernel_size")?,
+        conv_width: f.conv_width("short_conv_kernel_size")?,
         decay: match f.bool_or("kda_safe_gate", true)? {
             true => KdaDecay::Bounded { lower: f.f64_or("kda_lower_bound", -5.0)? as f32 },
             false => KdaDecay::Softplus,
@@ -119,13 +116,6 @@ pub(super) fn bailing_hybrid(f: &Fields<'_>) -> Result<ModelConfig> {
         },
     };
     Ok(ModelConfig { names, ..super::model(f, layers)? })
-}
-
-fn conv_width(f: &Fields<'_>, name: &str) -> Result<usize> {
-    match f.dim_or(name, 4)? {
-        width if (2..=MAX_CONV_WIDTH).contains(&width) => Ok(width),
-        _ => Err(wrong(name, &format!("an integer from 2 to {MAX_CONV_WIDTH}"))),
-    }
 }
 
 fn mla(f: &Fields<'_>, rotates: bool) -> Result<Mla> {

@@ -7,15 +7,12 @@ use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
 use super::deepseek;
-use super::fields::{Fields, MAX_LAYERS, gqa, missing, wrong};
+use super::fields::{Fields, MAX_LAYERS, gqa, missing};
 use super::gguf::{Gguf, Header};
 use crate::model::{
     Activation, Attention, Ffn, LayerConfig, Mamba2, Mlp, ModelConfig, Moe, Names, Nothing, Residual, SharedExpert,
 };
 use crate::{Error, Result};
-
-/// Inputs of a convolution, at most: what a sequence keeps grows with it.
-const MAX_CONV_WIDTH: usize = 64;
 
 /// What a layer is.
 #[derive(Clone, Copy, PartialEq)]
@@ -90,16 +87,13 @@ pub(super) fn mamba(f: &Fields<'_>, [heads, dim, state, groups, conv]: [&str; 5]
         head_dim: f.heads(dim)?,
         state_dim: f.heads(state)?,
         num_groups: f.heads_or(groups, 1)?,
-        conv_width: f.dim_or(conv, 4)?,
+        conv_width: f.conv_width(conv)?,
         conv_bias: true,
         output_scale: 1.0,
     };
     if mamba.num_heads % mamba.num_groups != 0 {
         let (heads, groups) = (mamba.num_heads, mamba.num_groups);
         return Err(Error::Model(format!("{heads} heads of Mamba-2 cannot be in {groups} equal groups")));
-    }
-    if !(2..=MAX_CONV_WIDTH).contains(&mamba.conv_width) {
-        return Err(wrong(conv, &format!("an integer from 2 to {MAX_CONV_WIDTH}")));
     }
     Ok(mamba)
 }

@@ -12,9 +12,6 @@ use super::qwen_moe;
 use crate::model::{Attention, Bias, DeltaGate, DeltaNet, Ffn, Gqa, ModelConfig, Moe, Names, OutputGate, QkNorm};
 use crate::{Error, Result};
 
-/// Inputs of a convolution, at most: what a sequence keeps grows with it.
-const MAX_CONV_WIDTH: usize = 64;
-
 /// `qwen3_next`
 pub(super) fn qwen3_next(f: &Fields<'_>) -> Result<ModelConfig> {
     let moe = moe(f, f.bool_or("norm_topk_prob", true)?)?;
@@ -59,7 +56,7 @@ pub(super) fn config(f: &Fields<'_>, ffn: impl Fn(usize) -> Result<Ffn>) -> Resu
         num_value_heads: f.heads("linear_num_value_heads")?,
         key_head_dim: f.heads("linear_key_head_dim")?,
         value_head_dim: f.heads("linear_value_head_dim")?,
-        conv_width: f.dim_or("linear_conv_kernel_dim", 4)?,
+        conv_width: f.conv_width("linear_conv_kernel_dim")?,
         // Published configs of Qwen3.6 and 3.8 say swish, which is another name of SiLU.
         gate: match f.str_or("output_gate_type", "silu")? {
             "silu" | "swish" => DeltaGate::Silu,
@@ -75,11 +72,6 @@ pub(super) fn config(f: &Fields<'_>, ffn: impl Fn(usize) -> Result<Ffn>) -> Resu
     if linear.num_value_heads % linear.num_key_heads != 0 {
         let (keys, values) = (linear.num_key_heads, linear.num_value_heads);
         return Err(Error::Model(format!("{values} value heads cannot share {keys} key heads evenly")));
-    }
-    if !(2..=MAX_CONV_WIDTH).contains(&linear.conv_width) {
-        return Err(Error::Model(format!(
-            "field `linear_conv_kernel_dim` is not an integer from 2 to {MAX_CONV_WIDTH}"
-        )));
     }
     let interval = f.dim_or("full_attention_interval", 4)?;
     let kinds = f.layer_kinds("layer_types", ["full_attention", "linear_attention"])?;
