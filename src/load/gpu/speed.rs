@@ -90,10 +90,11 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
         + spec.model.layers.iter().map(|layer| layer.attention.gpu_seconds()).sum::<f64>();
     // Beside the CPU's experts, those that other GPUs hold: of the rest, the most chosen.
     let cached = |experts: usize| expected_hits(experts as f64 / all);
+    let holders = || plan.holders.iter().zip(&rates.beside);
     let (mut before, mut beside) = (resident, 0.0f64);
     // To GPUs that hold experts hidden states go in bf16, and sums come back in f32.
     let row_bytes = 6.0 * spec.model.hidden_size as f64;
-    for (holder, of) in plan.holders.iter().zip(&rates.beside) {
+    for (holder, of) in holders() {
         let chosen = cached(before + holder.experts) - cached(before);
         before += holder.experts;
         let hop = 2.0 * HANDOFF_S + row_bytes / of.link_bytes;
@@ -124,9 +125,8 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     };
     let rate = ranks * products(&plan.device);
     let on_gpu = (resident + streamed) as f64 / all * n * top_k * work.expert_products() / rate;
-    let held = plan.holders.iter().zip(&rates.beside);
     let on_others =
-        held.map(|(holder, of)| holder.experts as f64 / all * n * top_k * work.expert_products() / of.products);
+        holders().map(|(holder, of)| holder.experts as f64 / all * n * top_k * work.expert_products() / of.products);
     let on_gpu = on_others.fold(on_gpu, f64::max);
     let rest = n * (work.dense_products + n / 2.0 * work.attention_products) / rate;
     // Copies run beside all of the GPU's work, the CPU only beside the experts'.
@@ -134,8 +134,7 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     let summing = sums * n * 4.0 * spec.model.hidden_size as f64 / SUM_BYTES;
     // Rows go out and back through the first one's link and the holder's.
     let first = rates.speeds.map_or(f64::INFINITY, |speeds| speeds.pcie_bytes);
-    let held = plan.holders.iter().zip(&rates.beside);
-    let hops: f64 = held.map(|(_, of)| moe_layers * n * row_bytes / of.link_bytes.min(first)).sum();
+    let hops: f64 = holders().map(|(_, of)| moe_layers * n * row_bytes / of.link_bytes.min(first)).sum();
     let prefill = (least + rest + summing + hops + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing);
     Ok(Expected { decode_tok_per_s: 1.0 / decode, prefill_tok_per_s: n / prefill, prefill_tokens: tokens })
 }
