@@ -202,7 +202,7 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     static_assert(SHARED == pages_bytes<KD, VD, STAGES, Cache>() + STATES_BYTES, "shared memory of " #name);           \
     KERNEL_TILE(name, KD, VD)                                                                                          \
     KERNEL(name, 128, SHARED, DECODE_ARGUMENTS(Cache)) {                                                               \
-        begin_kernel();                                                                                                \
+        begin_short_kernel();                                                                                          \
         decode<KD, VD, STAGES, Cache>(q, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks,   \
             block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks, table_stride);                     \
     }
@@ -221,7 +221,7 @@ DECODE(attend_decode_256_256_int8, 256, 256, 2, int8, 72192)
     static_assert(D == MOST_VALUE && SHARED == WideRing<D, true, 1, STAGES, Cache>::BYTES, "shared memory of " #name); \
     KERNEL_TILE(name, D, D)                                                                                            \
     KERNEL(name, 128, SHARED, DECODE_ARGUMENTS(Cache)) {                                                               \
-        begin_kernel();                                                                                                \
+        begin_short_kernel();                                                                                          \
         decode_wide<D, true, 1, STAGES, Cache>({q, keys, values, out, partial, states, rows, positions, token_seq,     \
             seq_blocks, block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks});                      \
     }
@@ -232,7 +232,7 @@ DECODE_WIDE(attend_decode_512_512_int8, 512, 4, int8, 77824)
 constexpr int COMBINE_COLUMNS = 64;
 KERNEL(attend_combine, 128, 0, const float* partial, const float2* states, bf16* out, const int* rows, int splits,
     int heads, int value_dim, const float* sinks) {
-    begin_kernel();
+    begin_short_kernel();
     __shared__ float weights[MAX_SPLITS], maxima[4], sums[4];
     __shared__ float4 columns[8][16];
     const int item = blockIdx.x, row = rows[item / heads], lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

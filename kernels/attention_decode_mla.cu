@@ -28,7 +28,7 @@ constexpr int LATENT = 576;
     static_assert(SHARED == (WideRing<LATENT, false, H / 16, STAGES, Cache>::BYTES), "shared memory of " #name);       \
     KERNEL_TILE(name, H)                                                                                               \
     KERNEL(name, 8 * H, SHARED, DECODE_MLA_ARGUMENTS(Cache)) {                                                         \
-        begin_kernel();                                                                                                \
+        begin_short_kernel();                                                                                          \
         decode_wide<LATENT, false, H / 16, STAGES, Cache>({q, keys, nullptr, out, partial, states, rows, positions,    \
             token_seq, seq_blocks, block_table, heads, 1, key_dim, value_dim, scale, {NO_WINDOW, 0}, sinks});          \
     }

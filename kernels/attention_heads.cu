@@ -13,7 +13,8 @@
 // prepare_heads_{bf16|int8}: grid (T, ceil((q.heads + k.heads + (v ? k.heads : 0)) / HEADS_WARPS))
 #include "attention.cuh"
 
-constexpr int HEADS_WARPS = 8, HEADS_THREADS = HEADS_WARPS * WARP, MAX_DIM = 576;
+constexpr int HEADS_WARPS = 8, HEADS_THREADS = HEADS_WARPS * WARP, MAX_DIM = 576,
+              FIRST = 4; // of a head's norm to a lane that are read ahead
 
 struct Heads {
     bf16* x;
@@ -51,7 +52,6 @@ __device__ __forceinline__ void write_head(const float* row, int8* page, int at,
 
 template <class Cache> __device__ __forceinline__ void prepare_heads(const PrepareHeads& a) {
     __shared__ float rows[HEADS_WARPS][MAX_DIM];
-    begin_kernel();
     const int t = blockIdx.x, lane = threadIdx.x % WARP;
     int head = blockIdx.y * HEADS_WARPS + threadIdx.x / WARP;
     float* row = rows[threadIdx.x / WARP];
@@ -59,11 +59,26 @@ template <class Cache> __device__ __forceinline__ void prepare_heads(const Prepa
     if (!query) head -= a.q.heads;
     const bool value = !query && head >= a.k.heads;
     if (value) head -= a.k.heads;
-    if (head >= a.k.heads && !query) return;
-    if (value && !a.v) return;
+    const bool none = (head >= a.k.heads && !query) || (value && !a.v);
 
+    // What was written before the products in front is read before they have ended.
     const Heads& heads = query ? a.q : a.k;
-    const int dim = value ? a.v_dim : heads.dim;
+    const int dim = value ? a.v_dim : heads.dim, position = query ? 0 : __ldcg(a.positions + t);
+    const float *cos_row = a.angles + (size_t)t * 2 * a.half, *sin_row = cos_row + a.half;
+    const bool turns = !value && lane < a.half, scaled = !value && heads.norm;
+    float first_cos = 0.0f, first_sin = 0.0f, norm[FIRST] = {};
+    uint32_t block = 0;
+    if (!none) {
+        if (turns) first_cos = __ldcg(cos_row + lane), first_sin = __ldcg(sin_row + lane);
+#pragma unroll
+        for (int i = 0; i < FIRST; i++)
+            if (scaled && lane + WARP * i < heads.norm_width) norm[i] = heads.norm[lane + WARP * i];
+        if (!query && position >= 0)
+            block = __ldcg(a.block_table + __ldcg(a.seq_blocks + __ldcg(a.token_seq + t)) + position / PAGE);
+    }
+    begin_short_kernel();
+    if (none) return;
+
     const bf16* from = (value ? a.v : heads.x) + ((size_t)t * heads.heads + head) * dim;
     float squares = 0.0f;
     for (int i = 8 * lane; i < dim; i += 8 * WARP) {
@@ -80,14 +95,17 @@ template <class Cache> __device__ __forceinline__ void prepare_heads(const Prepa
         __syncwarp();
         if (heads.norm) {
             const float scale = rsqrtf(warp_sum(squares) / heads.norm_width + heads.eps);
-            for (int i = lane; i < heads.norm_width; i += WARP) row[i] *= scale * heads.norm[i];
+#pragma unroll
+            for (int i = 0; i < FIRST; i++)
+                if (lane + WARP * i < heads.norm_width) row[lane + WARP * i] *= scale * norm[i];
+            for (int i = lane + WARP * FIRST; i < heads.norm_width; i += WARP) row[i] *= scale * heads.norm[i];
             __syncwarp();
         }
-        const float *cos_row = a.angles + (size_t)t * 2 * a.half, *sin_row = cos_row + a.half;
         for (int i = lane; i < a.half; i += WARP) {
             float *first = row + heads.at + (a.interleaved ? 2 * i : i),
                   *second = a.interleaved ? first + 1 : first + a.half;
-            const float u = *first, v = *second, c = cos_row[i], s = sin_row[i];
+            const float u = *first, v = *second, c = i < WARP ? first_cos : cos_row[i],
+                        s = i < WARP ? first_sin : sin_row[i];
             *first = u * c - v * s;
             *second = v * c + u * s;
         }
@@ -97,9 +115,7 @@ template <class Cache> __device__ __forceinline__ void prepare_heads(const Prepa
         write_head(row, a.q.x + ((size_t)t * a.q.heads + head) * dim, 0, dim, lane);
         return;
     }
-    const int position = a.positions[t];
     if (position < 0) return;
-    const uint32_t block = a.block_table[a.seq_blocks[a.token_seq[t]] + position / PAGE];
     Cache* page = page_of((Cache*)(value ? a.values : a.keys), block, a.k.heads, head, dim);
     write_head(row, page, position % PAGE, dim, lane);
 }

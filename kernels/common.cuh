@@ -70,6 +70,14 @@ __device__ __forceinline__ void begin_kernel() {
     let_next_kernel_begin();
 }
 
+// The same, in kernels that end so soon that the next one could not begin, and have its weights on their way, in
+// between: it begins even before they have waited. The next one must write nothing before its wait, and read only what
+// was there before the last kernel in front that waited first.
+__device__ __forceinline__ void begin_short_kernel() {
+    let_next_kernel_begin();
+    wait_for_previous_kernel();
+}
+
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
@@ -91,6 +99,14 @@ __device__ __forceinline__ bf16 to_bf16(float x) { return bf16{(uint16_t)(pack_b
 template <class T> __device__ __forceinline__ T from_f32(float x);
 template <> __device__ __forceinline__ float from_f32<float>(float x) { return x; }
 template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) { return to_bf16(x); }
+
+// Eight numbers, aligned to 16 bytes.
+struct Eight {
+    float4 low, high;
+};
+__device__ __forceinline__ Eight load_8(const float* p) {
+    return {*reinterpret_cast<const float4*>(p), *reinterpret_cast<const float4*>(p + 4)};
+}
 
 // Sum and maximum over the lanes of a warp; every lane gets it.
 __device__ __forceinline__ float warp_sum(float x) {

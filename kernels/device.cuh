@@ -74,6 +74,12 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// Copies 16 bytes from global to shared memory through L1 in the background, or writes zeros where `valid` is false.
+__device__ __forceinline__ void copy_async_16_cached(void* shared, const void* global, bool valid) {
+    asm volatile(
+        "cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid ? 16 : 0)
+        : "memory");
+}
 // Copies 16 bytes from global to shared memory in the background, or writes zeros where `valid` is false.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid = true) {
     asm volatile(
@@ -86,6 +92,27 @@ template <int N> __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Brings bytes on their way to L2, a multiple of 16 of them, aligned to 16: by one of these threads where one
+// instruction does it all in the background.
+__device__ __forceinline__ void prefetch_l2_bytes(const void* at, uint32_t bytes, int thread, int threads) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (thread == 0 && bytes)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+#else
+    for (uint32_t i = 128 * thread; i < bytes; i += 128 * threads)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const uint8_t*)at + i));
+#endif
+}
+
+// A flag or a count for other blocks of this device.
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 // Flags in memory that the CPU sees, too.
 __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* p) {
     uint32_t v;

@@ -28,23 +28,32 @@ struct At {
     float weight;
 };
 
+// Units of a warp that are on their way to registers at a time: few, so that the kernels behind fit beside these.
+template <Format F> struct Depth {
+    static constexpr int GATE_UP = is_row(F) ? Unit<F>::DEPTH : Unit<F>::DEPTH * 4 / 8,
+                         DOWN = is_row(F) ? Unit<F>::DEPTH + 1 : Unit<F>::DEPTH * 6 / 8;
+};
+
 template <Format F, int DEPTH>
 __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts, const bf16* x, bf16* h, int hidden,
     int intermediate, const Packing& packing, int num_experts, int top_k, const Epilogue& epilogue) {
     __shared__ float part[GATE_UP_WARPS][TILE_ROWS];
+    __shared__ uint4 inputs[GATE_UP_WARPS][DEPTH * EIGHTS];
     const int pair = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     begin_kernel();
     const int e = ids[pair];
     if (e < 0 || e >= num_experts) return;
     const uint8_t* expert = reinterpret_cast<const uint8_t*>(experts[e]);
     if (!expert) return;
-    // Even warps have gate, odd ones up.
-    const uint8_t* tile = expert + (size_t)(2 * blockIdx.x + warp % 2) * tile_bytes_of<F>(hidden, packing).all;
+    // Even warps have gate, odd ones up. Both are on their way at once, whatever registers hold.
+    const uint32_t tile_bytes = tile_bytes_of<F>(hidden, packing).all;
+    const uint8_t *tiles = expert + (size_t)2 * blockIdx.x * tile_bytes, *tile = tiles + warp % 2 * tile_bytes;
+    prefetch_l2_bytes(tiles, 2 * tile_bytes, threadIdx.x, GATE_UP_THREADS);
     const bf16* row = x + (size_t)(pair / top_k) * hidden;
     float sum[1][4] = {};
     gemv_units<F, 1, DEPTH>(
         warp / 2, GATE_UP_WARPS / 2, div_ceil(hidden, UNIT), hidden, packing,
-        [&](int i) { return At{tile, i, {row}, 1.0f}; }, [] {}, sum);
+        [&](int i) { return At{tile, i, {row}, 1.0f}; }, [] {}, inputs[warp], sum);
     if (lane < 16 && lane % 4 == 0) {
 #pragma unroll
         for (int r = 0; r < 4; r++) part[warp][lane + r] = sum[0][r];
@@ -72,6 +81,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     float* out, int hidden, int intermediate, const Packing& packing, int down_at, int num_experts, int top_k,
     const Epilogue& epilogue) {
     __shared__ float part[DOWN_WARPS][TILE_ROWS];
+    __shared__ uint4 inputs[DOWN_WARPS][DEPTH * EIGHTS];
     const int token = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // Lane j knows slot j; those that are here, in order, share out the units.
     uint64_t expert = 0;
@@ -105,7 +115,8 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         return At{reinterpret_cast<const uint8_t*>(from), i - s * units, {rows + (size_t)row * intermediate},
             __shfl_sync(ALL_LANES, weight, s)};
     };
-    gemv_units<F, 1, DEPTH>(warp, DOWN_WARPS, slots * units, intermediate, packing, locate, begin_kernel, sum);
+    gemv_units<F, 1, DEPTH>(
+        warp, DOWN_WARPS, slots * units, intermediate, packing, locate, begin_kernel, inputs[warp], sum);
     if (lane < 16 && lane % 4 == 0) {
 #pragma unroll
         for (int r = 0; r < 4; r++) part[warp][lane + r] = sum[0][r];
@@ -137,10 +148,11 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         const __grid_constant__ Epilogue epilogue
 #define GEMV(format, F)                                                                                                \
     KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, 0, EXPERTS_GATE_UP_ARGUMENTS) {                             \
-        gate_up<F, Unit<F>::DEPTH>(ids, experts, x, h, hidden, intermediate, packing, num_experts, top_k, epilogue);   \
+        gate_up<F, Depth<F>::GATE_UP>(                                                                                 \
+            ids, experts, x, h, hidden, intermediate, packing, num_experts, top_k, epilogue);                          \
     }                                                                                                                  \
     KERNEL(experts_down_gemv_##format, DOWN_THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                      \
-        down<F, Unit<F>::DEPTH + 1>(                                                                                   \
+        down<F, Depth<F>::DOWN>(                                                                                       \
             ids, weights, experts, h, out, hidden, intermediate, packing, down_at, num_experts, top_k, epilogue);      \
     }
 PACKED_FORMATS(GEMV)

@@ -8,25 +8,30 @@
 //
 // Tensor cores multiply 16 rows of weights by 8 tokens straight from registers: as k may be permuted, if only in the
 // same way on both sides, 16 bytes of a row that a thread reads are its share of two mma, and nothing is converted or
-// shared. The cost is the same for all of 1 to 8 tokens. A block's eight warps take `k_warps` parts of k (1, 2, 4 or 8)
-// of 8 / k_warps times 16 rows. Sums of the parts are added in the order of k.
+// shared. The cost is the same for all of 1 to 8 tokens. A block's eight warps take `k_warps` parts of k (4 or 8) of
+// 8 / k_warps times 16 rows. Sums of the parts are added in the order of k.
 //
 // Variants of x:
 //   gemv_*       x bf16
 //   gemv_norm_*  x = rmsnorm(residual): residual f32 [tokens, k] with pitch x_pitch, norm weights f32 [k], eps;
 //                residual times weights is rounded to bf16, and the sums are divided by the root mean square, which
 //                each block finds on the way
-// and of what is done with two products:
+// of what is done with two products:
 //   gemv_silu: y = silu(gate x) (up x) in bf16; job[0] is gate with y, job[1] is up (only its w, w_batch and bias are
 //   read), equal n.
+// and of where weights wait for x:
+//   gemv_held_*  in shared memory, all of a block's: for k <= MAX_HELD, no more blocks than multiprocessors, and
+//                devices that give a block HELD_BYTES
+//   others       those of two steps in registers, the rest on their way to L2
 //
 // Launch: grid (sum over jobs of div_ceil(n, GEMV_WARPS * ROWS / k_warps), batch); for silu only job[0] counts. Jobs
 // that are not there have n = 0 and stand last.
 //
 // Which: k_warps 8, or 4 for k <= 256.
-// The kernel in front must not write weights: they are read before it has ended. With `independent`, x is, too.
+// The kernel in front must not write weights: they are read before it has ended. With `independent`, x is, too, and the
+// kernel in front must have waited before it let this one begin (begin_kernel).
 //
-//   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_silu, gemv_norm_bf16_set
+//   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_held_f32_add, gemv_silu, gemv_norm_bf16_set
 #include "common.cuh"
 
 struct GemvJob {
@@ -46,17 +51,23 @@ struct Gemv {
     int independent; // nothing here is read or written by the kernel in front, or was written by it
 };
 
-constexpr int GEMV_WARPS = 8, GEMV_THREADS = GEMV_WARPS * WARP, MAX_TOKENS = 8, ROWS = 16;
+constexpr int GEMV_WARPS = 8, GEMV_THREADS = GEMV_WARPS * WARP, MAX_TOKENS = 8, ROWS = 16, MAX_HELD = 4096,
+              HELD_WEIGHTS = ROWS * MAX_HELD * 2, HELD_BYTES = HELD_WEIGHTS + 24576, MOST_AHEAD = 32 << 20;
 // A thread's share of two mma for each of DEPTH x MATRICES: 16 bytes of row g and of row g + 8.
 template <int MATRICES, int DEPTH> struct Weights {
     uint4 low[MATRICES][DEPTH], high[MATRICES][DEPTH];
 };
 
-template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ void gemv(const Gemv& a) {
-    constexpr int MATRICES = SILU ? 2 : 1, DEPTH = (NORM ? 2 : 4) / MATRICES,
+template <class Out, bool ADD, bool NORM, bool SILU, bool HELD = false>
+__device__ __forceinline__ void gemv(const Gemv& a) {
+    constexpr int MATRICES = SILU ? 2 : 1, DEPTH = 2 / MATRICES,
                   STEP = 32 * DEPTH; // numbers of k that a warp takes at once
     __shared__ float parts[GEMV_WARPS][MATRICES][MAX_TOKENS * ROWS];
     [[maybe_unused]] __shared__ float squares_of[GEMV_WARPS][MAX_TOKENS];
+    constexpr int RING = NORM ? 1 : HELD ? 2 : 4; // portions of inputs that are here or on their way
+    __shared__ uint4 inputs[GEMV_WARPS][RING][WARP * DEPTH];
+    [[maybe_unused]] __shared__ float4 residual[GEMV_WARPS][2][WARP * DEPTH], norms[GEMV_WARPS][2][WARP * DEPTH];
+    static_assert(sizeof(parts) + sizeof(inputs) <= HELD_BYTES - HELD_WEIGHTS || !HELD, "shared memory beside weights");
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, quarter = lane % 4;
     const int row_groups = GEMV_WARPS / a.k_warps, k_warp = warp % a.k_warps;
 
@@ -98,50 +109,123 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
 
     // The first weights are on their way before x is looked at, and even before the kernel that makes x has ended.
     int k0 = k_warp * STEP;
-    Step now = read(k0);
-    for (int k = k0 + a.k_warps * STEP; k < a.k; k += a.k_warps * STEP) {
-        // A lane has 128 bytes of a row.
-        const int row = min(first_row + lane % ROWS, job.n - 1), at = MATRICES == 2 ? k : k + 64 * (lane / ROWS);
-        if (at < a.k && (lane < ROWS || MATRICES == 2 || STEP > 64))
-            prefetch_l2((SILU && lane >= ROWS ? w[MATRICES - 1] : w[0]) + (int64_t)row * a.k + at);
+    [[maybe_unused]] Step now, next;
+    // Held: all of a block's weights are in shared memory before x is; what a lane will need is in places of its own.
+    DYNAMIC_SHARED(uint4, held);
+    uint4* own = held + warp * (MAX_HELD / GEMV_WARPS / 8 * ROWS) + lane;
+    if constexpr (HELD) {
+        uint4* to = own;
+        for (int k = k0; k < a.k; k += a.k_warps * STEP)
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                const int at = k + 32 * d + 8 * quarter;
+                copy_async_16(to, w[0] + low_row + min(at, a.k - 8), at < a.k);
+                copy_async_16(to + WARP, w[0] + high_row + min(at, a.k - 8), at < a.k);
+                to += 2 * WARP;
+            }
+        copy_async_commit();
+    } else {
+        now = read(k0), next = read(k0 + a.k_warps * STEP);
     }
+    // Weights of a launch that L2 holds are on their way to it.
+    const int first = block * row_groups * ROWS;
+    const uint32_t bytes = (uint32_t)(min(row_groups * ROWS, job.n - first) * a.k) * sizeof(bf16);
+    if (!HELD && (uint64_t)bytes * MATRICES * gridDim.x * gridDim.y <= MOST_AHEAD)
+#pragma unroll
+        for (int m = 0; m < MATRICES; m++) prefetch_l2_bytes(w[m] + (int64_t)first * a.k, bytes, tid, GEMV_THREADS);
+    // Inputs go through shared memory: what a lane brings, eight numbers of a token at a time, others need, too. A
+    // portion is DEPTH eights of each lane: a step of the warp for 8 tokens, eight steps for one.
+    const int shift = a.tokens > 4 ? 3 : a.tokens > 2 ? 2 : a.tokens - 1, steps = MAX_TOKENS >> shift;
+    const int token = min(lane & (1 << shift) - 1, a.tokens - 1);
+    auto k_of = [&](int portion, int d) {
+        const int i = (lane + WARP * d) >> shift; // of a token's eights
+        return (k_warp + (portion * steps + i / (4 * DEPTH)) * a.k_warps) * STEP + i % (4 * DEPTH) * 8;
+    };
+    auto bring_norm = [&](int portion) {
+#pragma unroll 1
+        for (int d = 0; d < DEPTH; d++) {
+            const int k = k_of(portion, d);
+            const float* from = a.norm + min(k, a.k - 8);
+            copy_async_16_cached(norms[warp][0] + lane + WARP * d, from, k < a.k);
+            copy_async_16_cached(norms[warp][1] + lane + WARP * d, from + 4, k < a.k);
+        }
+    };
+    auto bring = [&](int portion) {
+#pragma unroll 1
+        for (int d = 0; d < DEPTH; d++) {
+            const int k = k_of(portion, d), at = token * a.x_pitch + min(k, a.k - 8);
+            if constexpr (NORM) {
+                const float* from = (const float*)a.x + at;
+                copy_async_16_cached(residual[warp][0] + lane + WARP * d, from, k < a.k);
+                copy_async_16_cached(residual[warp][1] + lane + WARP * d, from + 4, k < a.k);
+            } else {
+                const bf16* from = (const bf16*)a.x + blockIdx.y * a.x_batch + at;
+                copy_async_16_cached(inputs[warp][portion % RING] + lane + WARP * d, from, k < a.k);
+            }
+        }
+        copy_async_commit();
+    };
+    if constexpr (NORM) bring_norm(0);
     if (a.independent)
         let_next_kernel_begin();
     else
         begin_kernel();
-    const bf16* x = (const bf16*)a.x + blockIdx.y * a.x_batch + g * a.x_pitch;
-    const float* residual = (const float*)a.x + g * a.x_pitch;
-    float squares = 0.0f;
-    // Eight numbers of token g for a thread of its quarter.
-    auto inputs = [&](int k) {
-        if (k >= a.k || g >= a.tokens) return make_uint4(0, 0, 0, 0);
-        if constexpr (!NORM) {
-            return *(const uint4*)(x + k);
-        } else {
-            const float4 v = *(const float4*)(residual + k), u = *(const float4*)(residual + k + 4);
-            const float4 n = *(const float4*)(a.norm + k), m = *(const float4*)(a.norm + k + 4);
-            squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w + u.x * u.x + u.y * u.y + u.z * u.z + u.w * u.w;
-            return make_uint4(pack_bf16(v.x * n.x, v.y * n.y), pack_bf16(v.z * n.z, v.w * n.w),
-                pack_bf16(u.x * m.x, u.y * m.y), pack_bf16(u.z * m.z, u.w * m.w));
-        }
-    };
+    // What this thread writes in the end.
+    const int group = tid / (MAX_TOKENS * ROWS), at = tid % (MAX_TOKENS * ROWS),
+              row = (block * row_groups + group) * ROWS + at % ROWS;
+    const bool writes = group < row_groups && at / ROWS < a.tokens && row < job.n;
+    auto y = [&] { return (Out*)job.y + blockIdx.y * job.y_batch + (int64_t)(at / ROWS) * job.y_pitch + row; };
+    const float before = ADD && writes ? to_f32(*y()) : 0.0f;
 
-    float sum[MATRICES][4] = {};
-    while (k0 < a.k) {
-        const int next_k0 = k0 + a.k_warps * STEP;
-        Step next = read(next_k0);
+    float sum[MATRICES][4] = {}, squares = 0.0f;
+    // A step's products with the inputs that `input(d)` says, and on to the next.
+    auto multiply = [&](auto input) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            const uint4 b = inputs(k0 + 32 * d + 8 * quarter);
+            const uint4 b = input(d);
 #pragma unroll
             for (int m = 0; m < MATRICES; m++) {
-                const uint4 low = now.low[m][d], high = now.high[m][d];
+                const uint4 low = HELD ? own[0] : now.low[m][d], high = HELD ? own[WARP] : now.high[m][d];
+                if (HELD) own += 2 * WARP;
                 mma_bf16(sum[m], {low.x, high.x, low.y, high.y}, {b.x, b.y});
                 mma_bf16(sum[m], {low.z, high.z, low.w, high.w}, {b.z, b.w});
             }
         }
-        now = next;
-        k0 = next_k0;
+        k0 += a.k_warps * STEP;
+        if (!HELD) now = next, next = read(k0 + a.k_warps * STEP);
+    };
+    if (!NORM && shift == 3) {
+        // No lane needs what another one does.
+        const bf16* x = (const bf16*)a.x + blockIdx.y * a.x_batch + min(g, a.tokens - 1) * a.x_pitch;
+        copy_async_wait<0>();
+        while (k0 < a.k) multiply([&](int d) { return *(const uint4*)(x + min(k0 + 32 * d + 8 * quarter, a.k - 8)); });
+    } else {
+#pragma unroll
+        for (int i = 0; i < max(RING - 1, 1); i++) bring(i);
+        for (int portion = 0; k0 < a.k; portion++) {
+            copy_async_wait<(RING > 1 ? RING - 2 : 0)>();
+            __syncwarp();
+            uint4* here = inputs[warp][portion % RING];
+            if constexpr (NORM) {
+#pragma unroll 1
+                for (int i = lane; i < WARP * DEPTH; i += WARP) {
+                    const float4 v = residual[warp][0][i], u = residual[warp][1][i], n = norms[warp][0][i],
+                                 m = norms[warp][1][i];
+                    squares +=
+                        v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w + u.x * u.x + u.y * u.y + u.z * u.z + u.w * u.w;
+                    here[i] = make_uint4(pack_bf16(v.x * n.x, v.y * n.y), pack_bf16(v.z * n.z, v.w * n.w),
+                        pack_bf16(u.x * m.x, u.y * m.y), pack_bf16(u.z * m.z, u.w * m.w));
+                }
+                bring_norm(portion + 1);
+            }
+            bring(portion + max(RING - 1, 1));
+            if (NORM) __syncwarp();
+            const uint4* from = here + (quarter << shift | g & (1 << shift) - 1);
+            for (int step = 0; step < steps && k0 < a.k; step++)
+                multiply([&](int d) { return from[(step * DEPTH + d) * 4 << shift]; });
+            if (NORM) __syncwarp();
+        }
+        copy_async_wait<0>();
     }
 
 #pragma unroll
@@ -149,33 +233,32 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
 #pragma unroll
         for (int e = 0; e < 4; e++) parts[warp][m][(2 * quarter + e % 2) * ROWS + g + e / 2 * 8] = sum[m][e];
     if (NORM) {
-        squares += __shfl_xor_sync(ALL_LANES, squares, 1);
-        squares += __shfl_xor_sync(ALL_LANES, squares, 2);
-        if (quarter == 0) squares_of[warp][g] = squares;
+        for (int d = 1 << shift; d < WARP; d *= 2) squares += __shfl_xor_sync(ALL_LANES, squares, d);
+        if (lane < 1 << shift) squares_of[warp][lane] = squares;
     }
     __syncthreads();
-    for (int i = tid; i < row_groups * MAX_TOKENS * ROWS; i += GEMV_WARPS * WARP) {
-        const int group = i / (MAX_TOKENS * ROWS), at = i % (MAX_TOKENS * ROWS), t = at / ROWS;
-        const int row = (block * row_groups + group) * ROWS + at % ROWS;
-        if (t >= a.tokens || row >= job.n) continue;
+    if (writes) {
         float v[MATRICES];
 #pragma unroll
         for (int m = 0; m < MATRICES; m++) {
             const float* bias = m == 0 ? job.bias : a.job[1].bias;
             v[m] = 0.0f;
-            for (int p = 0; p < a.k_warps; p++) v[m] += parts[group * a.k_warps + p][m][at];
+#pragma unroll
+            for (int p = 0; p < GEMV_WARPS; p++)
+                if (p < a.k_warps) v[m] += parts[group * a.k_warps + p][m][at];
             if (NORM) {
                 float all = 0.0f;
-                for (int p = 0; p < a.k_warps; p++) all += squares_of[group * a.k_warps + p][t];
+#pragma unroll
+                for (int p = 0; p < GEMV_WARPS; p++)
+                    if (p < a.k_warps) all += squares_of[group * a.k_warps + p][at / ROWS];
                 v[m] *= rsqrtf(all / (float)a.k + a.eps);
             }
             if (bias) v[m] += bias[row];
         }
-        Out* y = (Out*)job.y + blockIdx.y * job.y_batch + (int64_t)t * job.y_pitch + row;
         float out = v[0];
         if (SILU) out = v[0] / (1.0f + __expf(-v[0])) * v[MATRICES - 1];
-        if (ADD) out += to_f32(*y);
-        *y = from_f32<Out>(out);
+        if (ADD) out += before;
+        *y() = from_f32<Out>(out);
     }
     // A kernel that waits for this one also waits for the one in front of it.
     if (a.independent) wait_for_previous_kernel();
@@ -189,3 +272,6 @@ GEMV(gemv_f32_set, float, false, false, false)
 GEMV(gemv_f32_add, float, true, false, false)
 GEMV(gemv_silu, bf16, false, false, true)
 GEMV(gemv_norm_bf16_set, bf16, false, true, false)
+KERNEL_BLOCKS(gemv_held_f32_add, GEMV_THREADS, 1, HELD_WEIGHTS, const __grid_constant__ Gemv a) {
+    gemv<float, true, false, false, true>(a);
+}

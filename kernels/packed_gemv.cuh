@@ -149,11 +149,13 @@ __device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (
 }
 
 // A warp's part of sums over units: units first, first + step, ... below `units`, DEPTH of them on their way at a time.
-// locate(i) gives .tile, .u, .x(set) and .weight of unit i. ready() is called once, when the first weights are on their
-// way and before any x is read. All warps of the block come here.
+// locate(i) gives .tile, .u, .x(set) and .weight of unit i; all lanes call it, each for an i of its own. ready() is
+// called once, when the first weights are on their way and before any x is read. All warps of the block come here.
+// `inputs`: of the warp, [DEPTH][EIGHTS] in shared memory, if the four vectors of a set are one; else null.
+constexpr int EIGHTS = UNIT / 8;
 template <Format F, int SETS, int DEPTH, class Locate, class Ready>
-__device__ __forceinline__ void gemv_units(
-    int first, int step, int units, int k, const Packing& packing, Locate locate, Ready ready, float (&sum)[SETS][4]) {
+__device__ __forceinline__ void gemv_units(int first, int step, int units, int k, const Packing& packing, Locate locate,
+    Ready ready, uint4* inputs, float (&sum)[SETS][4]) {
     constexpr int GRID_WORDS = Unit<F>::GRID_WORDS;
     __shared__ uint32_t grid[GRID_WORDS ? GRID_WORDS : 1];
     copy_grid(grid, packing.grid, GRID_WORDS);
@@ -162,7 +164,7 @@ __device__ __forceinline__ void gemv_units(
         if (GRID_WORDS) __syncthreads();
     };
     if (first >= units) begin();
-    const int group_shift = packing.group ? 31 - __clz(packing.group) : 0;
+    const int lane = threadIdx.x % WARP, group_shift = packing.group ? 31 - __clz(packing.group) : 0;
     const bool f16 = (is_row(F) || Lines<F>::F16_SCALES) && packing.f16;
     const uint32_t codes = tile_bytes_of<F>(k, packing).scales;
     for (int i = first; i < units; i += step * DEPTH) {
@@ -174,15 +176,30 @@ __device__ __forceinline__ void gemv_units(
             load_unit<F>(unit[d], at.tile, at.u, k, group_shift, codes);
         }
         if (i == first) begin();
+        if (inputs) {
+            // A lane brings what all need: read where they are used, each unit's would wait for those of the one
+            // before.
+#pragma unroll 1
+            for (int eight = lane; eight < div_ceil(DEPTH * EIGHTS, WARP) * WARP; eight += WARP) {
+                const auto at = locate(min(i + eight / EIGHTS * step, units - 1));
+                const int from = at.u * UNIT + eight % EIGHTS * 8;
+                if (eight < DEPTH * EIGHTS) copy_async_16(inputs + eight, at.x[0] + min(from, k - 8), from < k);
+            }
+            copy_async_commit();
+            copy_async_wait<0>();
+            __syncwarp();
+        }
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (i + d * step >= units) break;
             const auto at = locate(i + d * step);
-            uint4 inputs[SETS];
+            uint4 eight[SETS];
 #pragma unroll
-            for (int s = 0; s < SETS; s++) inputs[s] = load_inputs(at.x[s], at.u, k);
-            multiply_unit<F, SETS>(unit[d], inputs, at.weight, f16, grid, sum);
+            for (int s = 0; s < SETS; s++)
+                eight[s] = inputs ? inputs[d * EIGHTS + lane / 4 % 2 * 4 + lane % 4] : load_inputs(at.x[s], at.u, k);
+            multiply_unit<F, SETS>(unit[d], eight, at.weight, f16, grid, sum);
         }
+        __syncwarp();
     }
     // Both blocks' lanes.
 #pragma unroll

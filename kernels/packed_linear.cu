@@ -79,7 +79,7 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
         return here;
     };
     gemv_units<F, SETS, DEPTH>(
-        warp, GEMV_WARPS, div_ceil(k, UNIT), k, Packing{nullptr, F, group, 0}, locate, begin_kernel, sum);
+        warp, GEMV_WARPS, div_ceil(k, UNIT), k, Packing{nullptr, F, group, 0}, locate, begin_kernel, nullptr, sum);
     if (lane < 16) {
 #pragma unroll
         for (int s = 0; s < SETS; s++)

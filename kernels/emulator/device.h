@@ -330,9 +330,12 @@ inline void copy_async_16(void* shared, const void* global, bool valid = true) {
     }
     emulator::add_copy({shared, valid ? global : nullptr, 0});
 }
+inline void copy_async_16_cached(void* shared, const void* global, bool valid) { copy_async_16(shared, global, valid); }
 inline void copy_async_commit() { emulator::commit_copies(); }
 template <int N> inline void copy_async_wait() { emulator::wait_copies(N); }
 
+inline uint32_t load_acquire(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void add_release(uint32_t* p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline uint64_t load_relaxed_system(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
@@ -347,6 +350,7 @@ inline void barrier_sync(int id, int threads) { emulator::block_barrier(id, (uns
 inline void wait_for_previous_kernel() { emulator::waited(); }
 inline void let_next_kernel_begin() {}
 inline void prefetch_l2(const void*) {}
+inline void prefetch_l2_bytes(const void*, uint32_t, int, int) {}
 inline void pause_ns(uint32_t) { sched_yield(); }
 
 #define HAS_WGMMA

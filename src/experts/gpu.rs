@@ -444,8 +444,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             self.products.grouped(&self.cuda.compute, table, x.bf16(), Choices::from(&input), Address::NULL);
             Some(GpuPart::Many { table })
         };
-        if streamed == 0 && tokens <= FEW_TOKENS {
-            // The shared expert reads `x`, and nothing of the above.
+        if streamed == 0 && tokens <= FEW_TOKENS && (gpu.is_some() || counted) {
+            // The shared expert reads `x`, and nothing of the above, which has waited for it.
             self.cuda.promise_independent();
         }
         self.submitted = Some(Submitted { choices: Choices::from(&input), cpu, gpu });

@@ -10,10 +10,10 @@ use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, random};
 
 /// One by one, a few, the ends of tiles of 16 to 128, and tensor cores of every kind.
-const TOKENS: &[usize] = &[1, 2, 5, 8, 9, 17, 33, 64, 65, 127, 128, 129, 300];
+const TOKENS: &[usize] = &[1, 2, 3, 5, 8, 9, 17, 33, 64, 65, 127, 128, 129, 300];
 
 /// Rows and columns of weights: multiples of 8, odd ones among them; one is long enough to be cut along k.
-const SHAPES: &[(usize, usize)] = &[(8, 8), (40, 136), (264, 72), (72, 264), (24, 1544)];
+const SHAPES: &[(usize, usize)] = &[(8, 8), (40, 136), (264, 72), (72, 264), (24, 1544), (48, 4096)];
 
 /// What is in the output before.
 const BEFORE: f32 = 0.75;

@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::load::{Groups, Linear, Weight};
 use super::memory::Data;
-use super::product::{FEW_TOKENS, Form, Out, Product};
+use super::product::{FEW_TOKENS, Form, NORM_TOKENS, Out, Product};
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::Dense;
@@ -309,7 +309,7 @@ impl Dense for CudaBackend {
         h: &mut Tensor,
         jobs: [(&Linear, &mut Tensor); N],
     ) {
-        if x.rows <= FEW_TOKENS && jobs.iter().all(|(w, _)| w.is_bf16()) {
+        if x.rows <= NORM_TOKENS && jobs.iter().all(|(w, _)| w.is_bf16()) {
             let products = jobs.map(|(w, out)| product(x, x.f32().cast(), w, out, Write::Set));
             return products.chunks(3).for_each(|some| self.gemv(some, Form::Norm(norm.address(), eps)));
         }

@@ -6,12 +6,15 @@ use half::bf16;
 
 use super::{CudaBackend, Tensor};
 use crate::Result;
-use crate::cuda::kernels::gemv::{GEMV_WARPS, MAX_TOKENS, ROWS};
+use crate::cuda::kernels::gemv::{GEMV_WARPS, HELD_BYTES, MAX_HELD, MAX_TOKENS, ROWS};
 use crate::cuda::kernels::{self, Gemm, GemmTma, Gemv, GemvJob, Kernel};
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
 
 /// Tokens up to which weights are multiplied as they are read.
 pub(super) const FEW_TOKENS: usize = MAX_TOKENS;
+
+/// Tokens up to which a norm is a part of the products behind it: of more it is faster by itself.
+pub(super) const NORM_TOKENS: usize = 2;
 
 /// Tokens from which on Hopper's own instructions are faster, and a library may be.
 pub(super) const MANY_TOKENS: usize = 128;
@@ -150,11 +153,17 @@ impl CudaBackend {
         // Warps of a block that share the rows; measured on an H200.
         let k_warps = if first.k <= 256 { 4 } else { 8 };
         let rows = |p: &Product| p.n.div_ceil(GEMV_WARPS * ROWS / k_warps);
+        // Each of the few blocks has a multiprocessor, and its memory, to itself.
+        let info = &self.cuda.info;
+        let held = first.k <= MAX_HELD
+            && products.iter().map(rows).sum::<usize>() * first.batch <= info.multiprocessors
+            && info.shared_bytes >= HELD_BYTES;
         let kernel = match (form, first.out) {
             (Form::Norm(..), _) => kernels::gemv_norm_bf16_set,
             (Form::Gated, _) => kernels::gemv_silu,
             (Form::Plain, Out::Bf16) => kernels::gemv_bf16_set,
             (Form::Plain, Out::F32) => kernels::gemv_f32_set,
+            (Form::Plain, Out::F32Add) if held => kernels::gemv_held_f32_add,
             (Form::Plain, Out::F32Add) => kernels::gemv_f32_add,
         };
         let (norm, eps) = if let Form::Norm(norm, eps) = form { (norm, eps) } else { (Address::NULL, 0.0) };

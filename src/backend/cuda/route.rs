@@ -4,7 +4,7 @@ use super::load::RouterWeights;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::{Dense, Route, Routing};
-use crate::cuda::kernels::router::{CHOICES, FEW, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, SIGMOID, SQRT_SOFTPLUS, TOKENS};
+use crate::cuda::kernels::router::{CHOICES, FEW, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, SIGMOID, SQRT_SOFTPLUS};
 use crate::cuda::kernels::{self, RouteFew, RouterShape, router_logits};
 use crate::cuda::{Address, DeviceBuffer, launch};
 use crate::model::{GroupScore, Router, Scoring};
@@ -96,9 +96,9 @@ impl CudaBackend {
         );
         out.tokens = x.rows;
         self.route_logits(w, x, experts, out.logits.address());
-        launch!(self.cuda, &self.cuda.compute, kernels::route_choose, [x.rows.div_ceil(TOKENS), 1, 1];
+        launch!(self.cuda, &self.cuda.compute, kernels::route_choose, [x.rows, 1, 1];
             out.logits.address(), w.bias(), w.correction_bias(), w.expert_scale(), tokens, by_token,
-            router_shape(experts, router), x.rows as i32, out.ids.address(), out.weights.address());
+            router_shape(experts, router), out.ids.address(), out.weights.address());
     }
 }
 
@@ -188,6 +188,6 @@ impl Route for CudaBackend {
             hidden: x.cols as i32,
             eps,
         };
-        launch!(self.cuda, &self.cuda.compute, kernels::route_few, [shape.experts as usize + 1, 1, 1]; argument);
+        launch!(self.cuda, &self.cuda.compute, kernels::route_few, [shape.experts as usize + x.rows, 1, 1]; argument);
     }
 }
