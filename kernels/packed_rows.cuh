@@ -375,8 +375,8 @@ template <Format F> __device__ __forceinline__ uint32_t row_pair(uint32_t four, 
         const uint32_t above = __byte_perm(four, 0, last ? 0x3424 : 0x1404); // each the upper byte of its half
         return fma_bf16x2((above & 0x80008000u) | (above >> 4 & 0x07f007f0u), 0x7b807b80u, 0x80008000u);
     } else {
-        const uint32_t bytes = __byte_perm(four, 0x43u, last ? 0x4342 : 0x4140);
-        return CODES == OF_IQ4 ? int8_pair(bytes) : fma_bf16x2(bytes, 0x3f803f80u, 0xc340c340u);
+        if constexpr (CODES == OF_IQ4) return int8_pair(four, last);
+        return fma_bf16x2(__byte_perm(four, 0x43u, last ? 0x4342 : 0x4140), 0x3f803f80u, 0xc340c340u);
     }
 }
 

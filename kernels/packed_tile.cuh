@@ -129,9 +129,12 @@ template <Format F> __device__ __forceinline__ uint32_t tile_bytes(int k, int gr
 // Two codes, each from a byte below 0x43, which makes a bf16 number: 128 + the byte's lower 7 bits. INT4 is stored with
 // 8 added.
 __device__ __forceinline__ uint32_t int4_pair(uint32_t bytes) { return fma_bf16x2(bytes, 0x3f803f80u, 0xc308c308u); }
-// INT8 is stored with 128 added, as h * 128 + l: (128 + l) - (h ? 128 : 256), all of it exact in bf16.
-__device__ __forceinline__ uint32_t int8_pair(uint32_t bytes) {
-    return fma_bf16x2(bytes & 0xff7fff7fu, 0x3f803f80u, (bytes & 0x00800080u) ^ 0xc380c380u);
+// The first or the last two of four codes of INT8, which is stored with 128 added, as h * 128 + l: (128 + l) -
+// (h ? 128 : 256), all of it exact in bf16.
+__device__ __forceinline__ uint32_t int8_pair(uint32_t four, bool last) {
+    const uint32_t places = last ? 0x4342 : 0x4140;
+    return fma_bf16x2(
+        __byte_perm(four & 0x7f7f7f7fu, 0x43u, places), 0x3f803f80u, __byte_perm(~four & 0x80808080u, 0xc3u, places));
 }
 
 // Twice the E2M1 numbers in the lower halves of two bytes, one in each half of a word: sign, exponent and mantissa go
@@ -153,12 +156,6 @@ template <Format F, bool EXACT> __device__ __forceinline__ void nibble_pairs(uin
     }
 }
 
-// The codes of 4 INT8 inputs of a row.
-__device__ __forceinline__ void int8_pairs(uint32_t word, uint32_t (&pair)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) pair[i] = int8_pair(__byte_perm(word, 0x43u, i ? 0x4342 : 0x4140));
-}
-
 // Elements 2t and 2t + 1 of 8 inputs of a row, not scaled. `word` is
 //   of 4 bits  the line's
 //   of INT8    line t / 2's
@@ -166,10 +163,11 @@ __device__ __forceinline__ void int8_pairs(uint32_t word, uint32_t (&pair)[2]) {
 template <Format F> __device__ __forceinline__ uint32_t packed_pair(uint32_t word, int t) {
     if constexpr (F == BF16) {
         return word;
+    } else if constexpr (F == INT8) {
+        return int8_pair(word, t % 2);
     } else {
-        const uint32_t bytes =
-            __byte_perm(Lines<F>::FOUR_BITS ? word >> t / 2 * 4 : word, 0x43u, t % 2 ? 0x4342 : 0x4140);
-        return F == INT4 ? int4_pair(bytes & 0xff0fff0fu) : F == MXFP4 ? e2m1_pair(bytes) : int8_pair(bytes);
+        const uint32_t bytes = __byte_perm(word >> t / 2 * 4, 0x43u, t % 2 ? 0x4342 : 0x4140);
+        return F == INT4 ? int4_pair(bytes & 0xff0fff0fu) : e2m1_pair(bytes);
     }
 }
 
@@ -186,11 +184,8 @@ __device__ __forceinline__ void tile_operand(const uint2 (&raw)[Lines<F>::PER_LA
     } else if constexpr (F == INT8) {
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            uint32_t p[2];
-            int8_pairs(raw[m].x, p);
-            a[m][0] = p[0], a[m][2] = p[1];
-            int8_pairs(raw[m].y, p);
-            a[m][1] = p[0], a[m][3] = p[1];
+            a[m][0] = int8_pair(raw[m].x, false), a[m][2] = int8_pair(raw[m].x, true);
+            a[m][1] = int8_pair(raw[m].y, false), a[m][3] = int8_pair(raw[m].y, true);
         }
     } else {
 #pragma unroll
