@@ -11,10 +11,10 @@ use moebius_cache::pack::{GROUP_SIZES, largest_group_size};
 use crate::Error;
 use crate::kernel::Simd;
 
-/// Gives a choice its names: `ALL` in the order they are offered, `Display` and `FromStr`. What follows a semicolon is
-/// no choice of a user, and displayed alone.
+/// Gives a choice its names: `ALL` in the order they are offered, `Display` and `FromStr`. Those behind a semicolon are
+/// no choices of a user, and displayed alone.
 macro_rules! named {
-    ($type:ident: $($variant:ident $name:literal),* $(; $inner:ident $inner_name:literal)?) => {
+    ($type:ident: $($variant:ident $name:literal),* $(; $($inner:ident $inner_name:literal),*)?) => {
         impl $type {
             /// Every choice.
             pub const ALL: [Self; [$($name),*].len()] = [$(Self::$variant),*];
@@ -24,7 +24,7 @@ macro_rules! named {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.pad(match self {
                     $(Self::$variant => $name,)*
-                    $(Self::$inner => $inner_name,)?
+                    $($(Self::$inner => $inner_name,)*)?
                 })
             }
         }
@@ -51,7 +51,7 @@ fn one_of(all: &[impl std::fmt::Display]) -> String {
     }
 }
 
-named!(DenseBits: Auto "auto", Bf16 "bf16", Int8 "int8", Int4 "int4"; Int5 "int5");
+named!(DenseBits: Auto "auto", Bf16 "bf16", Int8 "int8", Int4 "int4"; Out "int4 out", Down "int4 down");
 named!(ActivationBits: Eight "8", Sixteen "16");
 named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Int8 "int8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
@@ -127,8 +127,10 @@ pub enum DenseBits {
     Int8,
     /// The same with 4 bits of a table, but for the output head, keys, values and what adds to the residual stream.
     Int4,
-    /// 5-bit codes in groups of 32: of what adds to the residual stream beside `Int4`.
-    Int5,
+    /// Beside `Int4`: attention's last projection.
+    Out,
+    /// Beside `Int4`: MLPs' last projection.
+    Down,
 }
 
 impl DenseBits {
@@ -141,19 +143,30 @@ impl DenseBits {
         }
     }
 
-    /// Of what adds to the residual stream, the last projections of attention and of MLPs. In 4 bits that of attention
-    /// costs most for its size, and a fifth bit takes most of that (docs/precision.md).
-    pub fn of_sums(self) -> Self {
+    /// Of attention's last projection, which adds to the residual stream: 4 bits cost most there for its size
+    /// (docs/precision.md).
+    pub fn of_out(self) -> Self {
         match self {
-            DenseBits::Int4 => DenseBits::Int5,
+            DenseBits::Int4 => DenseBits::Out,
             other => other,
         }
     }
 
-    /// How a weight with rows of `k` inputs is stored on a GPU, whose dense products know integers of 4 and 8 bits.
-    pub fn precision_on_gpu(self, k: usize) -> Option<Precision> {
+    /// Of MLPs' last projection, which adds to it, too.
+    pub fn of_down(self) -> Self {
         match self {
-            DenseBits::Int4 | DenseBits::Int5 => largest_group_size(&[k]).map(Precision::int4),
+            DenseBits::Int4 => DenseBits::Down,
+            other => other,
+        }
+    }
+
+    /// How a weight with rows of `k` inputs is stored on a GPU. There a table's values take three times the
+    /// instructions of integers, and 5 bits are multiplied more slowly than 8; groups of 32 cost their size alone.
+    pub fn precision_on_gpu(self, k: usize) -> Option<Precision> {
+        let group_size = largest_group_size(&[k]);
+        match self {
+            DenseBits::Int4 | DenseBits::Down => group_size.map(|_| Precision::int4(GROUP_SIZES[0])),
+            DenseBits::Out => group_size.map(Precision::int8),
             _ => self.precision(k),
         }
     }
@@ -166,7 +179,8 @@ impl DenseBits {
             DenseBits::Int8 => group_size.map(Precision::int8),
             // Groups of 32 are no faster than INT8 where cores are many, so only the few that pay most have them.
             DenseBits::Int4 => group_size.map(Precision::iq4),
-            DenseBits::Int5 => group_size.map(|_| Precision::Q5_0),
+            // A fifth bit takes most of what they cost.
+            DenseBits::Out | DenseBits::Down => group_size.map(|_| Precision::Q5_0),
         }
     }
 }
@@ -495,23 +509,24 @@ mod tests {
         for bits in DenseBits::ALL {
             assert_eq!(bits.to_string().parse(), Ok(bits));
         }
-        assert!("int5".parse::<DenseBits>().is_err()); // a part of int4
+        assert!("int4 out".parse::<DenseBits>().is_err()); // a part of int4
         assert_eq!("INT4".parse::<DenseBits>(), Err("\"INT4\" is unknown: use auto, bf16, int8 or int4".into()));
     }
 
     #[test]
     fn dense_weights_in_int4_have_more_bits_where_they_pay() {
-        let of = |bits: DenseBits| bits.precision(4096).map(|precision| precision.to_string());
+        let on_both = |bits: DenseBits| [bits.precision(4096), bits.precision_on_gpu(4096)].map(Option::unwrap);
+        let of = |bits: DenseBits| on_both(bits).map(|precision| precision.to_string());
         let int4 = DenseBits::Int4;
-        assert_eq!(of(int4).as_deref(), Some("iq4-g128"));
-        assert_eq!(of(int4.of_sums()).as_deref(), Some("q5_0"));
-        assert_eq!(of(int4.of_sensitive()).as_deref(), Some("int8-g128"));
-        assert_eq!(of(int4.of_sensitive().of_sums()).as_deref(), Some("int8-g128"));
-        assert_eq!([DenseBits::Int8, DenseBits::Auto].map(DenseBits::of_sums), [DenseBits::Int8, DenseBits::Auto]);
-        // Rows of 48 have no groups, and a GPU knows INT4 alone.
-        for bits in [int4, int4.of_sums()] {
+        assert_eq!(of(int4), ["iq4-g128", "int4-g32"]);
+        assert_eq!(of(int4.of_out()), ["q5_0", "int8-g128"]);
+        assert_eq!(of(int4.of_down()), ["q5_0", "int4-g32"]);
+        for bits in [int4.of_sensitive(), int4.of_sensitive().of_out(), DenseBits::Int8.of_down()] {
+            assert_eq!(of(bits), ["int8-g128"; 2]);
+        }
+        // Rows of 48 have no groups.
+        for bits in [int4, int4.of_out(), int4.of_down()] {
             assert_eq!((bits.precision(48), bits.precision_on_gpu(48)), (None, None));
-            assert_eq!(bits.precision_on_gpu(96), Some(Precision::int4(32)));
         }
     }
 

@@ -188,7 +188,9 @@ mod gpu {
         assert_eq!(check(&qwen.dir(), "none resident", none), 0);
         check(&qwen.dir(), "a small budget", small(760));
         check(&qwen.dir(), "int8 keys and values", EngineConfig { kv: KvBits::Int8, ..Default::default() });
-        check(&qwen.dir(), "int8 dense", EngineConfig { dense: DenseBits::Int8, ..Default::default() });
+        for (dense, what) in [(DenseBits::Int8, "int8 dense"), (DenseBits::Int4, "int4 dense")] {
+            check(&qwen.dir(), what, EngineConfig { dense, ..Default::default() });
+        }
         for (name, what) in [
             ("deepseek_v2_lite", "latent attention"),
             ("deepseek_v4", "entries"),

@@ -60,7 +60,12 @@ impl<'a, B: Backend> Loader<'a, B> {
             (true, true) => Some(self.source.vector(&format!("{name}.bias"), n)?),
             (true, false) => Some(self.cut(self.source.vector(&format!("{name}.bias"), n)?, cut)),
         };
-        self.backend.load_linear(weight, bias, if is_sum { self.bits.of_sums() } else { self.bits })
+        let bits = match cut {
+            Cut::OfHeads(_) => self.bits.of_out(),
+            Cut::OfWidth => self.bits.of_down(),
+            _ => self.bits,
+        };
+        self.backend.load_linear(weight, bias, bits)
     }
 
     /// A rank's part of a matrix to multiply with, which stays as it is stored where there is one rank. Errors: as

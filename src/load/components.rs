@@ -78,7 +78,8 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
             let sensitive = component.role == "lm_head" || makes_keys_or_values(&name, &component.role, model);
             let bits = match () {
                 _ if sensitive => config.dense.of_sensitive(),
-                _ if adds_to_residual(&component.role, model) => config.dense.of_sums(),
+                _ if is_out(&component.role, model) => config.dense.of_out(),
+                _ if last_part(&component.role) == model.names.mlp_projections[2] => config.dense.of_down(),
                 _ => config.dense,
             };
             let dense = || match (stored.contains_key(&name), &config.device) {
@@ -124,9 +125,9 @@ fn makes_keys_or_values(name: &str, role: &str, model: &ModelConfig) -> bool {
     layer.is_some_and(|layer| layer.attention.keys_and_values().contains(&last_part(role)))
 }
 
-fn adds_to_residual(role: &str, model: &ModelConfig) -> bool {
-    let names = &model.names;
-    [names.o, names.mlp_projections[2], "o_proj", "out_proj", "wo_b"].contains(&last_part(role))
+/// Whether it is attention's last projection.
+fn is_out(role: &str, model: &ModelConfig) -> bool {
+    [model.names.o, "o_proj", "out_proj", "wo_b"].contains(&last_part(role))
 }
 
 /// What a matrix is in the model, without layer and expert; `None`: it is not in it.

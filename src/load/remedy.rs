@@ -62,7 +62,7 @@ fn kinds(spec: &Spec<'_>) -> Vec<Vec<Change>> {
     let dense: &[DenseBits] = match config.dense {
         DenseBits::Auto | DenseBits::Bf16 => &[DenseBits::Int8, DenseBits::Int4],
         DenseBits::Int8 => &[DenseBits::Int4],
-        DenseBits::Int4 | DenseBits::Int5 => &[],
+        DenseBits::Int4 | DenseBits::Out | DenseBits::Down => &[],
     };
     let batches = below(config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS), LEAST_BATCH_TOKENS);
     let all = [

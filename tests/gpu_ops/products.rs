@@ -95,7 +95,7 @@ fn packed_products_equal_the_dequantized_weights() {
     need_gpu!();
     let sides = Sides::new();
     let b = &sides.gpu;
-    for bits in [DenseBits::Int8, DenseBits::Int4] {
+    for bits in [DenseBits::Int8, DenseBits::Int4, DenseBits::Out, DenseBits::Down] {
         // Groups of 32, 64 and 128, and rows that no group divides, which stay bf16.
         for (n, k) in [(8, 32), (40, 96), (72, 192), (136, 384), (40, 136)] {
             let (weight, bias) = (random(n * k, 16), random(n, 17));

@@ -30,7 +30,7 @@ impl<B: Backend> Weights<B> {
         Ok(Self {
             qkv: backend.load_linear(qkv, None, bits)?,
             z: backend.load_linear(z, None, bits)?,
-            o: backend.load_linear(o, None, bits.of_sums())?,
+            o: backend.load_linear(o, None, bits.of_out())?,
             rule: backend.load_delta_net(&DeltaNet { tiled, ..a.heads(loader.share) }, rule)?,
         })
     }
