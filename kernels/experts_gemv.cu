@@ -7,11 +7,10 @@
 //   down      out[token, hidden] += sum_slot weight[token, slot] * (down_e h[pair] + bias_e), f32, one writer
 //
 // A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. ids and weights [tokens, top_k]; x,
-// h bf16; out f32; top_k <= 32. The products of a tile with one vector run on the tensor cores (packed_gemv.cuh), with
-// all of a warp's loads on their way before the first is used. `down` reads routing and weights before the kernel in
-// front of it has ended: gate_up must stand between it and the kernel that wrote ids, weights and experts. `down_at`:
-// where down begins in an expert, in bytes. hidden and intermediate: multiples of 32 and of the group or super-block,
-// for bf16 of 8.
+// h bf16; out f32; top_k <= 32. The products of a tile with one vector run on the tensor cores (packed_gemv.cuh).
+// `down` reads routing and weights before the kernel in front of it has ended: gate_up must stand between it and the
+// kernel that wrote ids, weights and experts. `down_at`: where down begins in an expert, in bytes. hidden and
+// intermediate: multiples of 32 and of the group or super-block, for bf16 of 8.
 //
 //   experts_gate_up_gemv_{row of PACKED_FORMATS}   grid (ceil(rows of gate / TILE_ROWS), tokens * top_k)
 //   experts_down_gemv_{row of PACKED_FORMATS}      grid (ceil(hidden / TILE_ROWS), tokens)

@@ -1,9 +1,11 @@
 //! The kernels of `kernels/*.cu`: what their files declare of a launch, as kernels/contract.rs reads it, and launches.
 #![allow(unsafe_code)]
 
+use std::borrow::Cow;
 use std::collections::HashMap;
-use std::ffi::{CString, c_void};
+use std::ffi::{CString, OsStr, c_void};
 use std::marker::PhantomData;
+use std::path::Path;
 use std::ptr;
 
 use cudarc::driver::sys;
@@ -62,6 +64,20 @@ impl<A: Arguments> Kernel<A> {
     }
 }
 
+/// A folder of modules that replace those of the build, for those who write kernels: no build stands between a change
+/// and its speed.
+const KERNEL_DIR: &str = "MOEBIUS_KERNEL_DIR";
+
+/// The kernels of `name`.cu: `name`.cubin of `dir` where there is one, else those of the build.
+fn image_of<'a>(name: &str, built: &'a [u8], dir: Option<&OsStr>) -> Result<Cow<'a, [u8]>> {
+    let Some(path) = dir.map(|dir| Path::new(dir).join(format!("{name}.cubin"))).filter(|path| path.is_file()) else {
+        return Ok(Cow::Borrowed(built));
+    };
+    let image = std::fs::read(&path).map_err(Error::io(&path))?;
+    crate::log::print(&format!("{KERNEL_DIR}: the kernels of {} replace the built ones", path.display()));
+    Ok(Cow::Owned(image))
+}
+
 /// A kernel on a device.
 #[derive(Clone, Copy)]
 struct Function(sys::CUfunction);
@@ -84,8 +100,9 @@ impl Kernels {
                         .into(),
                 ));
             }
+            let image = image_of(name, image, std::env::var_os(KERNEL_DIR).as_deref())?;
             let mut module = ptr::null_mut();
-            // SAFETY: the image is a whole fatbin; writes one pointer.
+            // SAFETY: the image is a whole fatbin or cubin; writes one pointer.
             succeed(&format!("loading the kernels of {name}.cu"), unsafe {
                 sys::cuModuleLoadData(&mut module, image.as_ptr().cast())
             })?;
@@ -269,6 +286,16 @@ mod tests {
         launch!(cuda, &cuda.compute, kernel, [1, 1, 1];
             weights.address(), x.address().cast(), y.address(), Address::NULL, tokens, n, k, group, k, n, flags);
         Some(cuda.synchronize())
+    }
+
+    #[test]
+    fn a_folder_replaces_the_modules_that_it_has() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("gemv.cubin"), b"new").unwrap();
+        let image = |name, dir| image_of(name, b"built", dir).unwrap().into_owned();
+        assert_eq!(image("gemv", None), b"built");
+        assert_eq!(image("gemv", Some(dir.path().as_os_str())), b"new");
+        assert_eq!(image("router", Some(dir.path().as_os_str())), b"built");
     }
 
     #[test]
