@@ -163,9 +163,6 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Brings 128 bytes on their way to L2.
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // Reads that will not be read again soon.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
     uint4 v;

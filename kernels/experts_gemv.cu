@@ -1,157 +1,241 @@
 // Routed experts of a few tokens (`FEW_TOKENS` in src/experts/gpu.rs): two kernels, no sorting, each weight read once
-// for each token that chose its expert (L2 sees the second).
+// for up to VECTORS tokens that chose its expert.
 //
-//   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token]), or what `epilogue` says (epilogue.cuh),
-//             of experts without a gate from the tiles of up alone;
+//   gate_up   h[pair, intermediate] = weight[pair] * silu(gate_e x[token]) * (up_e x[token]), or what `epilogue` says
+//             (epilogue.cuh), of experts without a gate from the tiles of up alone;
 //             pair = token * top_k + slot; pairs not computed here are left alone
-//   down      out[token, hidden] += sum_slot weight[token, slot] * (down_e h[pair] + bias_e), f32, one writer
+//   down      out[token, hidden] += sum_slot down_e h[pair] + weight[pair] * bias_e, f32, one writer
 //
 // A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. ids and weights [tokens, top_k]; x,
-// h bf16; out f32; top_k <= 32. The products of a tile with one vector run on the tensor cores (packed_gemv.cuh).
-// `down` reads routing and weights before the kernel in front of it has ended: gate_up must stand between it and the
-// kernel that wrote ids, weights and experts. `down_at`: where down begins in an expert, in bytes. hidden and
-// intermediate: multiples of 32 and of the group or super-block, for bf16 of 8.
+// h bf16; out f32; top_k <= MAX_TOP_K. The products of a tile run on the tensor cores (packed_gemv.cuh).
+// `experts`, and what `down` reads of the routing, is read before the kernel in front has ended: that one must not
+// write `experts`, and gate_up must stand between `down` and the kernel that wrote ids and weights. `down_at`: where
+// down begins in an expert, in bytes. hidden and intermediate: multiples of 32 and of the group or super-block, for
+// bf16 of 8.
 //
 //   experts_gate_up_gemv_{row of PACKED_FORMATS}   grid (ceil(rows of gate / TILE_ROWS), tokens * top_k)
-//   experts_down_gemv_{row of PACKED_FORMATS}      grid (ceil(hidden / TILE_ROWS), tokens)
+//   experts_down_gemv_{row of PACKED_FORMATS}      grid (ceil(hidden / TILE_ROWS), ceil(tokens / VECTORS))
 #include "epilogue.cuh"
 #include "packed_gemv.cuh"
 
 constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = 512,
-              DOWN_WARPS = DOWN_THREADS / WARP;
-
-struct At {
-    const uint8_t* tile;
-    int u;
-    const bf16* x[1];
-    float weight;
-};
+              DOWN_WARPS = DOWN_THREADS / WARP, MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_PAIRS = VECTORS * MAX_TOP_K;
 
 // Units of a warp that are on their way to registers at a time: few, so that the kernels behind fit beside these.
 template <Format F> struct Depth {
     static constexpr int GATE_UP = is_row(F) ? Unit<F>::DEPTH : Unit<F>::DEPTH * 4 / 8,
-                         DOWN = is_row(F) ? Unit<F>::DEPTH + 1 : Unit<F>::DEPTH * 6 / 8;
+                         DOWN = is_row(F) ? Unit<F>::DEPTH + 1 : Unit<F>::DEPTH * 4 / 8;
 };
 
+// The pairs of one expert that a block computes: the first VECTORS of them from `pair` on, none if that is not the
+// first of VECTORS. A lane knows the one whose input it reads and the one whose sums it ends with, or -1.
+struct Pairs {
+    int count, of_input, of_sum;
+};
+__device__ __forceinline__ Pairs pairs_of(int e, const int* ids, int pair, int pairs) {
+    const int lane = threadIdx.x % WARP;
+    Pairs found{0, -1, -1};
+    int before = 0;
+    for (int base = 0; base < pairs && found.count < VECTORS; base += WARP) {
+        uint32_t same = __ballot_sync(ALL_LANES, base + lane < pairs && ids[min(base + lane, pairs - 1)] == e);
+        const uint32_t earlier = pair >= base + WARP ? ALL_LANES : pair <= base ? 0 : (1u << (pair - base)) - 1;
+        before += __popc(same & earlier);
+        for (same &= ~earlier; same && found.count < VECTORS; same &= same - 1, found.count++) {
+            const int p = base + __ffs((int)same) - 1;
+            if (vector_of_input() == found.count) found.of_input = p;
+            if (vector_of_sum() == found.count) found.of_sum = p;
+        }
+    }
+    if (before % VECTORS) found.count = 0;
+    if (found.count == 1) found.of_input = found.of_sum = pair; // of one vector all lanes read a part
+    return found;
+}
+
 template <Format F, int DEPTH>
-__device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts, const bf16* x, bf16* h, int hidden,
-    int intermediate, const Packing& packing, int num_experts, int top_k, const Epilogue& epilogue) {
-    __shared__ float part[GATE_UP_WARPS][TILE_ROWS];
-    __shared__ uint4 inputs[GATE_UP_WARPS][DEPTH * EIGHTS];
-    const int pair = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+__device__ __forceinline__ void gate_up(const int* ids, const float* weights, const uint64_t* experts, const bf16* x,
+    bf16* h, int hidden, int intermediate, const Packing& packing, int num_experts, int top_k,
+    const Epilogue& epilogue) {
+    __shared__ float part[GATE_UP_WARPS][VECTORS][TILE_ROWS];
+    __shared__ uint4 inputs[GATE_UP_WARPS][DEPTH * WARP];
+    __shared__ int pair_of[VECTORS];
+    __shared__ float weight_of[VECTORS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, pairs = gridDim.y;
+    // Addresses were there before the kernel that wrote ids began: one wait less behind it.
+    __shared__ uint64_t addresses[MAX_EXPERTS];
+    for (int e = threadIdx.x; e < num_experts; e += GATE_UP_THREADS) addresses[e] = __ldcg(experts + e);
     begin_kernel();
-    const int e = ids[pair];
+    const int e = ids[blockIdx.y];
+    __syncthreads();
     if (e < 0 || e >= num_experts) return;
-    const uint8_t* expert = reinterpret_cast<const uint8_t*>(experts[e]);
+    const uint8_t* expert = reinterpret_cast<const uint8_t*>(addresses[e]);
     if (!expert) return;
+    Pairs own{1, (int)blockIdx.y, (int)blockIdx.y};
+    if (pairs > top_k) own = pairs_of(e, ids, blockIdx.y, pairs);
+    if (own.count == 0) return;
+    if (warp == 0 && lane < own.count) pair_of[lane] = own.of_sum, weight_of[lane] = weights[own.of_sum];
     // Even warps have gate, odd ones up. Both are on their way at once, whatever registers hold.
     const uint32_t tile_bytes = tile_bytes_of<F>(hidden, packing).all;
     const uint8_t *tiles = expert + (size_t)2 * blockIdx.x * tile_bytes, *tile = tiles + warp % 2 * tile_bytes;
-    prefetch_l2_bytes(tiles, 2 * tile_bytes, threadIdx.x, GATE_UP_THREADS);
-    const bf16* row = x + (size_t)(pair / top_k) * hidden;
+    const bf16* row = own.of_input < 0 ? nullptr : x + (size_t)(own.of_input / top_k) * hidden;
     float sum[1][4] = {};
+    constexpr int STEP = GATE_UP_WARPS / 2;
+    const int first = warp / 2;
     gemv_units<F, 1, DEPTH>(
-        warp / 2, GATE_UP_WARPS / 2, div_ceil(hidden, UNIT), hidden, packing,
-        [&](int i) { return At{tile, i, {row}, 1.0f}; }, [] {}, inputs[warp], sum);
-    if (lane < 16 && lane % 4 == 0) {
+        TileWalk<STEP>{tile, first}, units_of(div_ceil(hidden, UNIT), first, STEP), hidden, packing,
+        [&](int n, int) { return Input{row, first + n * STEP}; }, [] {}, inputs[warp], own.count > 1, sum);
+    if (lane < WARP / 2) {
 #pragma unroll
-        for (int r = 0; r < 4; r++) part[warp][lane + r] = sum[0][r];
+        for (int r = 0; r < 4; r++) part[warp][vector_of_sum()][lane / 4 * 4 + r] = sum[0][r];
     }
     __syncthreads();
+    const int at = threadIdx.x % TILE_ROWS, tile_of = threadIdx.x / TILE_ROWS;
     if (epilogue.activation.form == RELU_SQUARED) { // both tiles are of up, one behind the other
-        const int tile_of = threadIdx.x / TILE_ROWS, row = blockIdx.x * 2 * TILE_ROWS + threadIdx.x;
-        if (threadIdx.x >= 2 * TILE_ROWS || row >= intermediate) return;
+        const int v = tile_of / 2, to = (blockIdx.x * 2 + tile_of % 2) * TILE_ROWS + at;
+        if (v >= own.count || to >= intermediate) return;
         float up = 0.0f;
 #pragma unroll
-        for (int w = 0; w < GATE_UP_WARPS; w += 2) up += part[w + tile_of][threadIdx.x % TILE_ROWS];
-        h[(size_t)pair * intermediate + row] = to_bf16(relu_squared(up));
+        for (int w = 0; w < GATE_UP_WARPS; w += 2) up += part[w + tile_of % 2][v][at];
+        h[(size_t)pair_of[v] * intermediate + to] = to_bf16(weight_of[v] * relu_squared(up));
         return;
     }
-    const int to = blockIdx.x * TILE_ROWS + threadIdx.x;
-    if (threadIdx.x >= TILE_ROWS || to >= intermediate) return;
+    const int v = tile_of, to = blockIdx.x * TILE_ROWS + at;
+    if (v >= own.count || to >= intermediate) return;
     float gate = 0.0f, up = 0.0f;
 #pragma unroll
-    for (int w = 0; w < GATE_UP_WARPS; w += 2) gate += part[w][threadIdx.x], up += part[w + 1][threadIdx.x];
-    h[(size_t)pair * intermediate + to] = to_bf16(activate(epilogue, e, to, intermediate, gate, up));
+    for (int w = 0; w < GATE_UP_WARPS; w += 2) gate += part[w][v][at], up += part[w + 1][v][at];
+    h[(size_t)pair_of[v] * intermediate + to] =
+        to_bf16(weight_of[v] * activate(epilogue, e, to, intermediate, gate, up));
+}
+
+// The experts that are here and up to VECTORS tokens chose, each once, in the order of the pairs.
+struct Chosen {
+    static constexpr uint8_t NOBODY = 255;
+    uint64_t expert[MAX_PAIRS + DOWN_WARPS]; // its address; what is behind is read for nothing
+    uint8_t pair[MAX_PAIRS][VECTORS];        // that of each token, or NOBODY
+    int id[MAX_PAIRS];                       // of each pair, -1 if it is not here
+    uint32_t firsts[MAX_PAIRS / WARP];
+};
+
+// By all threads of a block; ids are those of its tokens. Returns how many they are. What a token has twice
+// stands there twice.
+__device__ __forceinline__ int choose(
+    Chosen& chosen, const int* ids, const uint64_t* experts, int pairs, int top_k, int num_experts) {
+    const int p = threadIdx.x, warp = p / WARP, lane = p % WARP;
+    uint64_t expert = 0;
+    int e = -1, first = -1;
+    if (p < pairs) {
+        // What the router wrote was there before gate_up began: no need to wait for its end.
+        e = __ldcg(ids + p);
+        if (e >= 0 && e < num_experts) expert = __ldcg(experts + e);
+        chosen.id[p] = e = expert ? e : -1;
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) chosen.pair[p][v] = Chosen::NOBODY;
+    }
+    __syncthreads();
+    if (e >= 0) {
+        first = p;
+        const int own = p / top_k * top_k;
+#pragma unroll 1
+        for (int q = own - 1; q >= 0; q--)
+            if (chosen.id[q] == e) first = q;
+#pragma unroll 1
+        for (int q = own; q < p; q++)
+            if (chosen.id[q] == e) first = p;
+    }
+    if (p < MAX_PAIRS) {
+        const uint32_t firsts = __ballot_sync(ALL_LANES, first == p);
+        if (lane == 0) chosen.firsts[warp] = firsts;
+    }
+    __syncthreads();
+    auto place = [&](int p) {
+        int before = __popc(chosen.firsts[p / WARP] & ((1u << p % WARP) - 1));
+        for (int w = 0; w < p / WARP; w++) before += __popc(chosen.firsts[w]);
+        return before;
+    };
+    if (first >= 0) {
+        const int i = place(first);
+        chosen.pair[i][p / top_k] = (uint8_t)p;
+        if (first == p) chosen.expert[i] = expert;
+    }
+    __syncthreads();
+    return place(MAX_PAIRS - 1) + (int)(chosen.firsts[MAX_PAIRS / WARP - 1] >> (WARP - 1));
 }
 
 template <Format F, int DEPTH>
 __device__ __forceinline__ void down(const int* ids, const float* weights, const uint64_t* experts, const bf16* h,
-    float* out, int hidden, int intermediate, const Packing& packing, int down_at, int num_experts, int top_k,
-    const Epilogue& epilogue) {
-    __shared__ float part[DOWN_WARPS][TILE_ROWS];
-    __shared__ uint4 inputs[DOWN_WARPS][DEPTH * EIGHTS];
-    const int token = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    // Lane j knows slot j; those that are here, in order, share out the units.
-    uint64_t expert = 0;
-    float weight = 0.0f;
-    int e = -1;
-    if (lane < top_k) {
-        // What the router wrote was there before gate_up began: no need to wait for its end.
-        e = __ldcg(ids + token * top_k + lane);
-        weight = __ldcg(weights + token * top_k + lane);
-        if (e >= 0 && e < num_experts) expert = __ldcg(experts + e);
-    }
-    uint32_t here = __ballot_sync(ALL_LANES, expert != 0);
-    if (here == 0) { // as all warps know
+    float* out, int tokens, int hidden, int intermediate, const Packing& packing, int down_at, int num_experts,
+    int top_k, const Epilogue& epilogue) {
+    __shared__ float part[DOWN_WARPS][VECTORS][TILE_ROWS];
+    __shared__ uint4 inputs[DOWN_WARPS][DEPTH * WARP];
+    __shared__ Chosen chosen;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int first_token = blockIdx.y * VECTORS, here = min(tokens - first_token, VECTORS);
+    const size_t first_pair = (size_t)first_token * top_k;
+    const int count = choose(chosen, ids + first_pair, experts, here * top_k, top_k, num_experts);
+    if (count == 0) {
         begin_kernel();
         return;
     }
-    const int slots = __popc(here), units = div_ceil(intermediate, UNIT);
-    int slot = 0; // lane i: the i-th slot that is here
-    for (int i = 0; i < slots; i++, here &= here - 1)
-        if (lane == i) slot = __ffs((int)here) - 1;
-    expert = __shfl_sync(ALL_LANES, expert, slot);
-    weight = __shfl_sync(ALL_LANES, weight, slot);
-    e = __shfl_sync(ALL_LANES, e, slot);
     const size_t tile_at = down_at + (size_t)blockIdx.x * tile_bytes_of<F>(intermediate, packing).all;
-    const bf16* rows = h + (size_t)token * top_k * intermediate;
-    float sum[1][4] = {};
-    auto locate = [&](int i) {
-        const int s = i / units;
-        const uint64_t from = __shfl_sync(ALL_LANES, expert, s) + tile_at;
-        const int row = __shfl_sync(ALL_LANES, slot, s);
-        return At{reinterpret_cast<const uint8_t*>(from), i - s * units, {rows + (size_t)row * intermediate},
-            __shfl_sync(ALL_LANES, weight, s)};
+    const bf16* rows = h + first_pair * intermediate;
+    const int units = div_ceil(intermediate, UNIT);
+    const bool several = here > 1;
+    // Units of all experts, one behind the other, are dealt out.
+    struct Walk {
+        const uint64_t* expert;
+        const size_t tile_at;
+        const int units, experts, rest;
+        int u;
+        const uint8_t* tile;
+        __device__ __forceinline__ void next() {
+            expert += experts, u += rest;
+            if (u >= units) expert++, u -= units;
+            look();
+        }
+        __device__ __forceinline__ void look() { tile = reinterpret_cast<const uint8_t*>(*expert + tile_at); }
     };
-    gemv_units<F, 1, DEPTH>(
-        warp, DOWN_WARPS, slots * units, intermediate, packing, locate, begin_kernel, inputs[warp], sum);
-    if (lane < 16 && lane % 4 == 0) {
+    Walk walk{chosen.expert + warp / units, tile_at, units, DOWN_WARPS / units, DOWN_WARPS % units, warp % units};
+    walk.look();
+    auto x_of = [&](int n, int) {
+        const int i = warp + n * DOWN_WARPS, c = i / units;
+        const uint8_t pair = chosen.pair[c][several ? vector_of_input() : 0];
+        return Input{pair == Chosen::NOBODY ? nullptr : rows + (size_t)pair * intermediate, i - c * units};
+    };
+    float sum[1][4] = {};
+    gemv_units<F, 1, DEPTH>(walk, units_of(count * units, warp, DOWN_WARPS), intermediate, packing, x_of, begin_kernel,
+        inputs[warp], several, sum);
+    if (lane < WARP / 2) {
 #pragma unroll
-        for (int r = 0; r < 4; r++) part[warp][lane + r] = sum[0][r];
+        for (int r = 0; r < 4; r++) part[warp][vector_of_sum()][lane / 4 * 4 + r] = sum[0][r];
     }
     __syncthreads();
-    if (warp != 0) return;
-    const int to = blockIdx.x * TILE_ROWS + lane;
-    const bool exists = lane < TILE_ROWS && to < hidden;
+    const int v = threadIdx.x / TILE_ROWS, at = threadIdx.x % TILE_ROWS, to = blockIdx.x * TILE_ROWS + at;
+    if (v >= here || to >= hidden) return;
     float total = 0.0f;
     if (epilogue.down) {
-        for (int s = 0; s < slots; s++) {
-            const int from = __shfl_sync(ALL_LANES, e, s);
-            const float share = __shfl_sync(ALL_LANES, weight, s);
-            if (exists) total += share * epilogue.down[(size_t)from * hidden + to];
-        }
+        for (int p = v * top_k; p < (v + 1) * top_k; p++)
+            if (chosen.id[p] >= 0) total += weights[first_pair + p] * epilogue.down[(size_t)chosen.id[p] * hidden + to];
     }
-    if (!exists) return;
 #pragma unroll
-    for (int w = 0; w < DOWN_WARPS; w++) total += part[w][lane];
-    out[(size_t)token * hidden + to] += total;
+    for (int w = 0; w < DOWN_WARPS; w++) total += part[w][v][at];
+    out[(size_t)(first_token + v) * hidden + to] += total;
 }
 
 #define EXPERTS_GATE_UP_ARGUMENTS                                                                                      \
-    const int *ids, const uint64_t *experts, const bf16 *x, bf16 *h, int hidden, int intermediate, int num_experts,    \
-        int top_k, const __grid_constant__ Packing packing, const __grid_constant__ Epilogue epilogue
+    const int *ids, const float *weights, const uint64_t *experts, const bf16 *x, bf16 *h, int hidden,                 \
+        int intermediate, int num_experts, int top_k, const __grid_constant__ Packing packing,                         \
+        const __grid_constant__ Epilogue epilogue
 #define EXPERTS_DOWN_ARGUMENTS                                                                                         \
-    const int *ids, const float *weights, const uint64_t *experts, const bf16 *h, float *out, int hidden,              \
+    const int *ids, const float *weights, const uint64_t *experts, const bf16 *h, float *out, int tokens, int hidden,  \
         int intermediate, int down_at, int num_experts, int top_k, const __grid_constant__ Packing packing,            \
         const __grid_constant__ Epilogue epilogue
 #define GEMV(format, F)                                                                                                \
     KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, 0, EXPERTS_GATE_UP_ARGUMENTS) {                             \
         gate_up<F, Depth<F>::GATE_UP>(                                                                                 \
-            ids, experts, x, h, hidden, intermediate, packing, num_experts, top_k, epilogue);                          \
+            ids, weights, experts, x, h, hidden, intermediate, packing, num_experts, top_k, epilogue);                 \
     }                                                                                                                  \
     KERNEL(experts_down_gemv_##format, DOWN_THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                      \
-        down<F, Depth<F>::DOWN>(                                                                                       \
-            ids, weights, experts, h, out, hidden, intermediate, packing, down_at, num_experts, top_k, epilogue);      \
+        down<F, Depth<F>::DOWN>(ids, weights, experts, h, out, tokens, hidden, intermediate, packing, down_at,         \
+            num_experts, top_k, epilogue);                                                                             \
     }
 PACKED_FORMATS(GEMV)

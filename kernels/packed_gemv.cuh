@@ -11,7 +11,12 @@
 #pragma once
 #include "packed_rows.cuh"
 
-constexpr int UNIT = 64;
+constexpr int UNIT = 64, EIGHTS = UNIT / 8;
+
+// Vectors to an instruction, and which of them a lane reads the inputs of and ends with the sums of.
+constexpr int VECTORS = 4;
+__device__ __forceinline__ int vector_of_input() { return threadIdx.x % WARP / EIGHTS; }
+__device__ __forceinline__ int vector_of_sum() { return threadIdx.x % VECTORS; }
 
 template <Format F, bool ROW = is_row(F)> struct Unit {
     static constexpr int LOADS = Lines<F>::PER_LANE;
@@ -29,29 +34,29 @@ template <Format F> struct Unit<F, true> : RowUnit {
     static constexpr bool OFFSETS = R::ROW.offsets;
 };
 
-// This lane's part of unit `u` of a tile. Blocks beyond k are zero.
+// This lane's part of unit `u` of a tile.
 template <Format F>
 __device__ __forceinline__ void load_unit(
     Unit<F>& unit, const uint8_t* tile, int u, int k, int group_shift, uint32_t codes) {
     if constexpr (is_row(F)) {
         load_row_unit<F, Unit<F>::PARTS>(unit, tile, u, k, group_shift, codes);
     } else {
-        const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, block = 2 * u + g / 4;
-        const bool there = block * K_BLOCK < k;
-        const uint8_t* from = tile + codes + (size_t)block * (Lines<F>::PER_BLOCK * LINE_BYTES) + g % 4 * 16;
+        // Beyond k the last block stands in: its inputs are zero.
+        const uint32_t lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4,
+                       block = min(2 * u + g / 4, (uint32_t)(k - 1) / K_BLOCK);
+        const uint8_t* from = tile +
+            (block * (Lines<F>::PER_BLOCK * LINE_BYTES) + (codes + g % 4 * 16 + t * (Unit<F>::LOADS * LINE_BYTES)));
 #pragma unroll
         for (int i = 0; i < Unit<F>::LOADS; i++)
-            unit.lines[i] = there
-                ? load_streaming(reinterpret_cast<const uint4*>(from + (t * Unit<F>::LOADS + i) * LINE_BYTES))
-                : make_uint4(0, 0, 0, 0);
+            unit.lines[i] = load_streaming(reinterpret_cast<const uint4*>(from + i * LINE_BYTES));
         if constexpr (F != BF16) {
-            const uint8_t* scales = tile + (block * K_BLOCK >> group_shift) * 32 + g % 4 * 8;
-            unit.scales = there ? __ldg(reinterpret_cast<const uint2*>(scales)) : make_uint2(0, 0);
+            const uint8_t* scales = tile + ((block * K_BLOCK >> group_shift) * 32 + g % 4 * 8);
+            unit.scales = __ldg(reinterpret_cast<const uint2*>(scales));
         }
     }
 }
 
-// Rows 4q + 2 half and the next as left operands, not scaled.
+// Rows 4q + 2 half and the next as left operands, not scaled; codes of INT4 have 136 too much.
 template <Format F>
 __device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, const uint32_t* grid, uint32_t (&a)[2][4]) {
     if constexpr (is_row(F)) {
@@ -68,41 +73,26 @@ __device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, cons
 #pragma unroll
         for (int i = 0; i < Unit<F>::LOADS; i++)
             raw[i] = half ? make_uint2(unit.lines[i].z, unit.lines[i].w) : make_uint2(unit.lines[i].x, unit.lines[i].y);
-        tile_operand<F>(raw, a);
+        tile_operand<F, false>(raw, a);
     }
 }
 
-// This lane's inputs of unit `u`: 8 of vector g / 2 of a set of four, in block g % 2. `x`: that vector, any readable
-// one if there is none.
-__device__ __forceinline__ uint4 load_inputs(const bf16* x, int u, int k) {
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, at = u * UNIT + g % 2 * K_BLOCK + t * 8;
-    return at < k ? *reinterpret_cast<const uint4*>(x + at) : make_uint4(0, 0, 0, 0);
-}
-
-// sum[set][r] += weight * (row 4q + r of the unit) . inputs[set]
+// sum[set][r] += (row 4q + r of the unit) . inputs[set]
 template <Format F, int SETS>
-__device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (&inputs)[SETS], float weight, bool f16,
-    const uint32_t* grid, float (&sum)[SETS][4]) {
+__device__ __forceinline__ void multiply_unit(
+    const Unit<F>& unit, const uint4 (&inputs)[SETS], bool f16, const uint32_t* grid, float (&sum)[SETS][4]) {
     const bool second_block = threadIdx.x % WARP >= WARP / 2;
     constexpr int PARTS = Unit<F>::PARTS;
     constexpr bool OFFSETS = Unit<F>::OFFSETS;
-    float scale[PARTS][4];
-    [[maybe_unused]] float offset[PARTS][4];
+    float2 scale[PARTS][4]; // and offset
     if constexpr (is_row(F)) {
-        float2 of_rows[PARTS][4];
-        row_scales<F>(unit, f16, of_rows);
-#pragma unroll
-        for (int part = 0; part < PARTS; part++)
-#pragma unroll
-            for (int r = 0; r < 4; r++)
-                scale[part][r] = weight * of_rows[part][r].x, offset[part][r] = weight * of_rows[part][r].y;
+        row_scales<F>(unit, f16, scale);
+    } else if constexpr (F != BF16) {
+        const float2 first = scales_f32(unit.scales.x, f16), second = scales_f32(unit.scales.y, f16);
+        scale[0][0].x = first.x, scale[0][1].x = first.y, scale[0][2].x = second.x, scale[0][3].x = second.y;
     } else {
 #pragma unroll
-        for (int r = 0; r < 4; r++) scale[0][r] = weight;
-        if constexpr (F != BF16) {
-            const float2 first = scales_f32(unit.scales.x, f16), second = scales_f32(unit.scales.y, f16);
-            scale[0][0] *= first.x, scale[0][1] *= first.y, scale[0][2] *= second.x, scale[0][3] *= second.y;
-        }
+        for (int r = 0; r < 4; r++) scale[0][r].x = 1.0f;
     }
     // Of a part alone: the inputs of the other are zero.
     auto of_part = [&](const uint4& inputs, int part, uint32_t (&first)[2], uint32_t (&second)[2]) {
@@ -110,8 +100,9 @@ __device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (
         first[0] = own ? inputs.x : 0, first[1] = own ? inputs.y : 0;
         second[0] = own ? inputs.z : 0, second[1] = own ? inputs.w : 0;
     };
-    [[maybe_unused]] float all[SETS][PARTS]; // sums of the inputs
-    if constexpr (OFFSETS) {
+    // Sums of the inputs: for offsets, and for what codes have too much.
+    [[maybe_unused]] float all[SETS][PARTS][4];
+    if constexpr (OFFSETS || F == INT4) {
         const uint32_t ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
 #pragma unroll
         for (int s = 0; s < SETS; s++)
@@ -119,10 +110,10 @@ __device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (
             for (int part = 0; part < PARTS; part++) {
                 uint32_t first[2], second[2];
                 of_part(inputs[s], part, first, second);
-                float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                mma_bf16(c, ones, first);
-                mma_bf16(c, ones, second);
-                all[s][part] = second_block ? c[1] : c[0];
+#pragma unroll
+                for (int c = 0; c < 4; c++) all[s][part][c] = 0.0f;
+                mma_bf16(all[s][part], ones, first);
+                mma_bf16(all[s][part], ones, second);
             }
     }
 #pragma unroll
@@ -136,70 +127,81 @@ __device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (
                 uint32_t first[2], second[2];
                 of_part(inputs[s], part, first, second);
                 float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                if constexpr (F == INT4) c[0] = c[2] = -136.0f * all[s][0][0], c[1] = c[3] = -136.0f * all[s][0][1];
                 mma_bf16(c, a[0], first);
                 mma_bf16(c, a[1], second);
-                sum[s][2 * half] += scale[part][2 * half] * (second_block ? c[1] : c[0]);
-                sum[s][2 * half + 1] += scale[part][2 * half + 1] * (second_block ? c[3] : c[2]);
+                sum[s][2 * half] += scale[part][2 * half].x * (second_block ? c[1] : c[0]);
+                sum[s][2 * half + 1] += scale[part][2 * half + 1].x * (second_block ? c[3] : c[2]);
                 if constexpr (OFFSETS) {
-                    sum[s][2 * half] += offset[part][2 * half] * all[s][part];
-                    sum[s][2 * half + 1] += offset[part][2 * half + 1] * all[s][part];
+                    const float here = second_block ? all[s][part][1] : all[s][part][0];
+                    sum[s][2 * half] += scale[part][2 * half].y * here;
+                    sum[s][2 * half + 1] += scale[part][2 * half + 1].y * here;
                 }
             }
     }
 }
 
-// A warp's part of sums over units: units first, first + step, ... below `units`, DEPTH of them on their way at a time.
-// locate(i) gives .tile, .u, .x(set) and .weight of unit i; all lanes call it, each for an i of its own. ready() is
+// The sums of a warp over `count` units, DEPTH of them on their way at a time. `walk` is at the first one's tile,
+// number in it (u) and weight, and next() goes on. x_of(n, set): of the n-th one this lane's vector of a set of
+// VECTORS, or null, and the unit's number. Unless there are `several` vectors, all lanes have the same. ready() is
 // called once, when the first weights are on their way and before any x is read. All warps of the block come here.
-// `inputs`: of the warp, [DEPTH][EIGHTS] in shared memory, if the four vectors of a set are one; else null.
-constexpr int EIGHTS = UNIT / 8;
-template <Format F, int SETS, int DEPTH, class Locate, class Ready>
-__device__ __forceinline__ void gemv_units(int first, int step, int units, int k, const Packing& packing, Locate locate,
-    Ready ready, uint4* inputs, float (&sum)[SETS][4]) {
+// `inputs`: of the warp, [SETS][DEPTH][WARP] in shared memory.
+struct Input {
+    const bf16* x;
+    int u;
+};
+template <Format F, int SETS, int DEPTH, class Walk, class X, class Ready>
+__device__ __forceinline__ void gemv_units(Walk walk, int count, int k, const Packing& packing, X x_of, Ready ready,
+    uint4* inputs, bool several, float (&sum)[SETS][4]) {
     constexpr int GRID_WORDS = Unit<F>::GRID_WORDS;
     __shared__ uint32_t grid[GRID_WORDS ? GRID_WORDS : 1];
     copy_grid(grid, packing.grid, GRID_WORDS);
-    auto begin = [&] {
-        ready();
-        if (GRID_WORDS) __syncthreads();
-    };
-    if (first >= units) begin();
     const int lane = threadIdx.x % WARP, group_shift = packing.group ? 31 - __clz(packing.group) : 0;
     const bool f16 = (is_row(F) || Lines<F>::F16_SCALES) && packing.f16;
     const uint32_t codes = tile_bytes_of<F>(k, packing).scales;
-    for (int i = first; i < units; i += step * DEPTH) {
-        Unit<F> unit[DEPTH];
+    Unit<F> unit[DEPTH];
+    auto load = [&](int d) {
+        load_unit<F>(unit[d], walk.tile, walk.u, k, group_shift, codes);
+        walk.next();
+    };
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
-            if (i + d * step >= units) break;
-            const auto at = locate(i + d * step);
-            load_unit<F>(unit[d], at.tile, at.u, k, group_shift, codes);
-        }
-        if (i == first) begin();
-        if (inputs) {
-            // A lane brings what all need: read where they are used, each unit's would wait for those of the one
-            // before.
+    for (int d = 0; d < DEPTH; d++)
+        if (d < count) load(d);
+    ready();
+    if (GRID_WORDS) __syncthreads();
+
+    // Inputs go through shared memory: read where they are used, each unit's would wait for those of the one before. Of
+    // several vectors a lane brings what it needs itself, of one what all need: then there is room for more units.
+    const int stride = several ? WARP : EIGHTS, room = DEPTH * WARP / stride, own = lane % stride;
+    uint4* here = inputs;
+    for (int n = 0; n < count;) {
+        if (n % room == 0) {
+            __syncwarp();
 #pragma unroll 1
-            for (int eight = lane; eight < div_ceil(DEPTH * EIGHTS, WARP) * WARP; eight += WARP) {
-                const auto at = locate(min(i + eight / EIGHTS * step, units - 1));
-                const int from = at.u * UNIT + eight % EIGHTS * 8;
-                if (eight < DEPTH * EIGHTS) copy_async_16(inputs + eight, at.x[0] + min(from, k - 8), from < k);
-            }
+            for (int i = lane / stride; i < room && n + i < count; i += WARP / stride)
+#pragma unroll
+                for (int s = 0; s < SETS; s++) {
+                    const Input of = x_of(n + i, s);
+                    const int at = of.u * UNIT + lane % EIGHTS * 8;
+                    const bool there = of.x && at < k;
+                    copy_async_16(inputs + s * DEPTH * WARP + i * stride + own, there ? of.x + at : nullptr, there);
+                }
             copy_async_commit();
             copy_async_wait<0>();
             __syncwarp();
+            here = inputs + own;
         }
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            if (i + d * step >= units) break;
-            const auto at = locate(i + d * step);
+            if (n >= count) break;
             uint4 eight[SETS];
 #pragma unroll
-            for (int s = 0; s < SETS; s++)
-                eight[s] = inputs ? inputs[d * EIGHTS + lane / 4 % 2 * 4 + lane % 4] : load_inputs(at.x[s], at.u, k);
-            multiply_unit<F, SETS>(unit[d], eight, at.weight, f16, grid, sum);
+            for (int s = 0; s < SETS; s++) eight[s] = here[s * DEPTH * WARP];
+            multiply_unit<F, SETS>(unit[d], eight, f16, grid, sum);
+            here += stride;
+            if (n + DEPTH < count) load(d);
+            n++;
         }
-        __syncwarp();
     }
     // Both blocks' lanes.
 #pragma unroll
@@ -207,3 +209,15 @@ __device__ __forceinline__ void gemv_units(int first, int step, int units, int k
 #pragma unroll
         for (int r = 0; r < 4; r++) sum[s][r] += __shfl_xor_sync(ALL_LANES, sum[s][r], 16);
 }
+
+// Of `units`, those that warp `first` of `step` has.
+__device__ __forceinline__ int units_of(int units, int first, int step) {
+    return max(0, (units - first + step - 1) / step);
+}
+
+// Every `step`-th unit of one tile.
+template <int STEP> struct TileWalk {
+    const uint8_t* tile;
+    int u;
+    __device__ __forceinline__ void next() { u += STEP; }
+};

@@ -53,42 +53,30 @@ __device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16
 
 constexpr int GEMV_THREADS = 256, GEMV_WARPS = GEMV_THREADS / WARP;
 
-template <int SETS> struct LinearAt {
-    const uint8_t* tile;
-    int u;
-    const bf16* x[SETS];
-    float weight;
-};
-
 template <Format F, int SETS, int DEPTH>
 __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const bf16* x, void* y, const float* bias,
     int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags) {
-    __shared__ float part[GEMV_WARPS][4 * SETS][TILE_ROWS];
+    __shared__ float part[GEMV_WARPS][VECTORS * SETS][TILE_ROWS];
+    __shared__ uint4 inputs[GEMV_WARPS][SETS * DEPTH * WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const uint8_t* tile = weights + (size_t)blockIdx.x * tile_bytes<F>(k, group);
-    LinearAt<SETS> at{tile, 0, {}, 1.0f};
-#pragma unroll
-    for (int s = 0; s < SETS; s++) {
-        const int token = 4 * s + lane / 8;
-        at.x[s] = x + (size_t)(token < tokens ? token : 0) * x_pitch;
-    }
-    float sum[SETS][4] = {};
-    auto locate = [&](int i) {
-        LinearAt<SETS> here = at;
-        here.u = i;
-        return here;
+    const bool several = tokens > 1;
+    auto x_of = [&](int n, int s) {
+        const int token = several ? VECTORS * s + vector_of_input() : 0;
+        return Input{token < tokens ? x + (size_t)token * x_pitch : nullptr, warp + n * GEMV_WARPS};
     };
-    gemv_units<F, SETS, DEPTH>(
-        warp, GEMV_WARPS, div_ceil(k, UNIT), k, Packing{nullptr, F, group, 0}, locate, begin_kernel, nullptr, sum);
+    float sum[SETS][4] = {};
+    gemv_units<F, SETS, DEPTH>(TileWalk<GEMV_WARPS>{tile, warp}, units_of(div_ceil(k, UNIT), warp, GEMV_WARPS), k,
+        Packing{nullptr, F, group, 0}, x_of, begin_kernel, inputs[warp], several, sum);
     if (lane < 16) {
 #pragma unroll
         for (int s = 0; s < SETS; s++)
 #pragma unroll
-            for (int r = 0; r < 4; r++) part[warp][4 * s + lane % 4][lane / 4 * 4 + r] = sum[s][r];
+            for (int r = 0; r < 4; r++) part[warp][VECTORS * s + vector_of_sum()][lane / 4 * 4 + r] = sum[s][r];
     }
     __syncthreads();
     const int row = blockIdx.x * TILE_ROWS + threadIdx.x % TILE_ROWS, token = threadIdx.x / TILE_ROWS;
-    if (token >= tokens || token >= 4 * SETS || row >= n) return;
+    if (token >= tokens || token >= VECTORS * SETS || row >= n) return;
     float total = bias ? bias[row] : 0.0f;
 #pragma unroll
     for (int w = 0; w < GEMV_WARPS; w++) total += part[w][token][threadIdx.x % TILE_ROWS];
@@ -119,9 +107,9 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
 DENSE_SPANS(LINEAR_TILES)
 
 #define LINEAR_GEMV(name, F, SETS)                                                                                     \
-    KERNEL_TILE(name, 4 * SETS)                                                                                        \
+    KERNEL_TILE(name, VECTORS* SETS)                                                                                   \
     KERNEL(name, GEMV_THREADS, 0, LINEAR_ARGUMENTS) {                                                                  \
-        packed_linear_gemv<F, SETS, Unit<F>::DEPTH>(                                                                   \
+        packed_linear_gemv<F, SETS, Unit<F>::DEPTH / SETS>(                                                            \
             weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                                        \
     }
 #define LINEAR_GEMVS(format, F)                                                                                        \

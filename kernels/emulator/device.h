@@ -349,7 +349,6 @@ inline uint4 load_streaming(const uint4* p) { return *p; }
 inline void barrier_sync(int id, int threads) { emulator::block_barrier(id, (unsigned)threads); }
 inline void wait_for_previous_kernel() { emulator::waited(); }
 inline void let_next_kernel_begin() {}
-inline void prefetch_l2(const void*) {}
 inline void prefetch_l2_bytes(const void*, uint32_t, int, int) {}
 inline void pause_ns(uint32_t) { sched_yield(); }
 

@@ -12,6 +12,7 @@ use crate::Result;
 use crate::backend::cuda::packed::ExpertKernels;
 use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
+use crate::cuda::kernels::experts_gemv::VECTORS;
 use crate::cuda::{Address, Cuda, CudaStream, DeviceBuffer, kernels, launch};
 use crate::experts::ExpertShape;
 
@@ -82,12 +83,12 @@ impl Products {
 
     /// `h` of few tokens, by the experts in `table`.
     pub(super) fn few_gate_up(&self, stream: &CudaStream, table: Address<u64>, x: Address<bf16>, choices: Choices) {
-        let Choices { layer, tokens, top_k, ids, .. } = choices;
+        let Choices { layer, tokens, top_k, ids, weights } = choices;
         let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
         let grid = [self.layout.gate.n.div_ceil(TILE_ROWS), tokens * top_k, 1];
         let kernels = &self.kernels[layer].gate;
         launch!(self.cuda, stream, kernels.few, grid;
-            ids, table, x, self.h.address(), hidden, intermediate, self.experts as i32, top_k as i32,
+            ids, weights, table, x, self.h.address(), hidden, intermediate, self.experts as i32, top_k as i32,
             kernels.packing, self.epilogue.of(layer));
     }
 
@@ -96,8 +97,8 @@ impl Products {
         let Choices { layer, tokens, top_k, ids, weights } = choices;
         let (hidden, intermediate) = (self.layout.gate.k, self.layout.down.k);
         let kernels = &self.kernels[layer];
-        launch!(self.cuda, stream, kernels.down.few, [hidden.div_ceil(TILE_ROWS), tokens, 1];
-            ids, weights, table, self.h.address(), out, hidden as i32, intermediate as i32, kernels.down_at,
+        launch!(self.cuda, stream, kernels.down.few, [hidden.div_ceil(TILE_ROWS), tokens.div_ceil(VECTORS), 1];
+            ids, weights, table, self.h.address(), out, tokens as i32, hidden as i32, intermediate as i32, kernels.down_at,
             self.experts as i32, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
     }
 
