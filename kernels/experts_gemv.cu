@@ -80,7 +80,7 @@ __device__ __forceinline__ void gate_up(const int* ids, const float* weights, co
     float sum[1][4] = {};
     constexpr int STEP = GATE_UP_WARPS / 2;
     const int first = warp / 2;
-    gemv_units<F, 1, DEPTH>(
+    gemv_units<F, 1, DEPTH, true>(
         TileWalk<STEP>{tile, first}, units_of(div_ceil(hidden, UNIT), first, STEP), hidden, packing,
         [&](int n, int) { return Input{row, first + n * STEP}; }, [] {}, inputs[warp], own.count > 1, sum);
     if (lane < WARP / 2) {
@@ -202,8 +202,8 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         return Input{pair == Chosen::NOBODY ? nullptr : rows + (size_t)pair * intermediate, i - c * units};
     };
     float sum[1][4] = {};
-    gemv_units<F, 1, DEPTH>(walk, units_of(count * units, warp, DOWN_WARPS), intermediate, packing, x_of, begin_kernel,
-        inputs[warp], several, sum);
+    gemv_units<F, 1, DEPTH, true>(walk, units_of(count * units, warp, DOWN_WARPS), intermediate, packing, x_of,
+        begin_kernel, inputs[warp], several, sum);
     if (lane < WARP / 2) {
 #pragma unroll
         for (int r = 0; r < 4; r++) part[warp][vector_of_sum()][lane / 4 * 4 + r] = sum[0][r];

@@ -141,16 +141,23 @@ __device__ __forceinline__ void multiply_unit(
     }
 }
 
-// The sums of a warp over `count` units, DEPTH of them on their way at a time. `walk` is at the first one's tile,
-// number in it (u) and weight, and next() goes on. x_of(n, set): of the n-th one this lane's vector of a set of
-// VECTORS, or null, and the unit's number. Unless there are `several` vectors, all lanes have the same. ready() is
-// called once, when the first weights are on their way and before any x is read. All warps of the block come here.
-// `inputs`: of the warp, [SETS][DEPTH][WARP] in shared memory.
+// A vector, or null for none, and the number of a unit in it.
 struct Input {
     const bf16* x;
     int u;
 };
-template <Format F, int SETS, int DEPTH, class Walk, class X, class Ready>
+// This lane's eight of it, zero beyond k.
+__device__ __forceinline__ uint4 load_input(const Input& of, int k) {
+    const int at = of.u * UNIT + threadIdx.x % EIGHTS * 8;
+    return of.x && at < k ? *reinterpret_cast<const uint4*>(of.x + at) : make_uint4(0, 0, 0, 0);
+}
+
+// The sums of a warp over `count` units, DEPTH of them on their way at a time. `walk` is at the first one's tile and
+// number in it (u), and next() goes on. x_of(n, set): of the n-th one this lane's vector of a set of VECTORS. Unless
+// there are `several` vectors, all lanes have the same. ready() is called once, when the first weights are on their way
+// and before any x is read. All warps of the block come here. SHARED: inputs go through `inputs` of the warp,
+// [SETS][DEPTH][WARP] in shared memory; else L1 has them soon, as many blocks read the same.
+template <Format F, int SETS, int DEPTH, bool SHARED, class Walk, class X, class Ready>
 __device__ __forceinline__ void gemv_units(Walk walk, int count, int k, const Packing& packing, X x_of, Ready ready,
     uint4* inputs, bool several, float (&sum)[SETS][4]) {
     constexpr int GRID_WORDS = Unit<F>::GRID_WORDS;
@@ -175,7 +182,7 @@ __device__ __forceinline__ void gemv_units(Walk walk, int count, int k, const Pa
     const int stride = several ? WARP : EIGHTS, room = DEPTH * WARP / stride, own = lane % stride;
     uint4* here = inputs;
     for (int n = 0; n < count;) {
-        if (n % room == 0) {
+        if (SHARED && n % room == 0) {
             __syncwarp();
 #pragma unroll 1
             for (int i = lane / stride; i < room && n + i < count; i += WARP / stride)
@@ -196,7 +203,7 @@ __device__ __forceinline__ void gemv_units(Walk walk, int count, int k, const Pa
             if (n >= count) break;
             uint4 eight[SETS];
 #pragma unroll
-            for (int s = 0; s < SETS; s++) eight[s] = here[s * DEPTH * WARP];
+            for (int s = 0; s < SETS; s++) eight[s] = SHARED ? here[s * DEPTH * WARP] : load_input(x_of(n, s), k);
             multiply_unit<F, SETS>(unit[d], eight, f16, grid, sum);
             here += stride;
             if (n + DEPTH < count) load(d);

@@ -57,17 +57,15 @@ template <Format F, int SETS, int DEPTH>
 __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const bf16* x, void* y, const float* bias,
     int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags) {
     __shared__ float part[GEMV_WARPS][VECTORS * SETS][TILE_ROWS];
-    __shared__ uint4 inputs[GEMV_WARPS][SETS * DEPTH * WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const uint8_t* tile = weights + (size_t)blockIdx.x * tile_bytes<F>(k, group);
-    const bool several = tokens > 1;
     auto x_of = [&](int n, int s) {
-        const int token = several ? VECTORS * s + vector_of_input() : 0;
+        const int token = VECTORS * s + vector_of_input();
         return Input{token < tokens ? x + (size_t)token * x_pitch : nullptr, warp + n * GEMV_WARPS};
     };
     float sum[SETS][4] = {};
-    gemv_units<F, SETS, DEPTH>(TileWalk<GEMV_WARPS>{tile, warp}, units_of(div_ceil(k, UNIT), warp, GEMV_WARPS), k,
-        Packing{nullptr, F, group, 0}, x_of, begin_kernel, inputs[warp], several, sum);
+    gemv_units<F, SETS, DEPTH, false>(TileWalk<GEMV_WARPS>{tile, warp}, units_of(div_ceil(k, UNIT), warp, GEMV_WARPS),
+        k, Packing{nullptr, F, group, 0}, x_of, begin_kernel, nullptr, true, sum);
     if (lane < 16) {
 #pragma unroll
         for (int s = 0; s < SETS; s++)
@@ -109,7 +107,7 @@ DENSE_SPANS(LINEAR_TILES)
 #define LINEAR_GEMV(name, F, SETS)                                                                                     \
     KERNEL_TILE(name, VECTORS* SETS)                                                                                   \
     KERNEL(name, GEMV_THREADS, 0, LINEAR_ARGUMENTS) {                                                                  \
-        packed_linear_gemv<F, SETS, Unit<F>::DEPTH / SETS>(                                                            \
+        packed_linear_gemv<F, SETS, Unit<F>::DEPTH>(                                                                   \
             weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                                        \
     }
 #define LINEAR_GEMVS(format, F)                                                                                        \
