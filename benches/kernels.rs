@@ -1,8 +1,8 @@
 //! Each kernel on one thread with its data in cache: how far instructions alone would let it go.
 //!
-//! `cargo bench --bench kernels [-- FILTER]`. The best of many short runs, so that other processes hardly matter. A
-//! kernel reads at memory speed when its GB/s at one token exceed a core's share of the memory's; FMA/cycle-like rates
-//! show at many tokens.
+//! `cargo bench --bench kernels [-- SIMD [PRECISION]]`, each a part of a name. The best of many short runs, so that
+//! other processes hardly matter. A kernel reads at memory speed when its GB/s at one token exceed a core's share of
+//! the memory's; FMA/cycle-like rates show at many tokens.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -32,7 +32,8 @@ fn row(name: &str, seconds: f64, bytes: usize, products: usize) {
 }
 
 fn main() {
-    let filter = std::env::args().skip(1).find(|a| a != "--bench").unwrap_or_default();
+    let mut filters = std::env::args().skip(1).filter(|a| a != "--bench");
+    let (filter, of_precision) = (filters.next().unwrap_or_default(), filters.next().unwrap_or_default());
     println!("{:<34} {:>12} {:>13} {:>13}", "kernel", "time", "weights", "products");
     for simd in kernel::available().into_iter().filter(|&s| s != Simd::Scalar && s.to_string().contains(&filter)) {
         let kernel = kernel::get(simd).expect("listed as available");
@@ -49,17 +50,28 @@ fn main() {
             Precision::Iq4Xs,
             Precision::iq4(128),
             Precision::Q5_0,
+            Precision::Iq1S,
+            Precision::Iq1M,
             Precision::Iq2Xxs,
+            Precision::Iq2Xs,
+            Precision::Iq2S,
             Precision::Iq3Xxs,
+            Precision::Iq3S,
+            Precision::Tq1_0,
+            Precision::Tq2_0,
             Precision::Nvfp4,
             Precision::fp8(128),
             Precision::int8(128),
             Precision::int8(32),
             Precision::Bf16,
         ] {
-            packed(kernel, precision);
+            if precision.to_string().contains(&of_precision) {
+                packed(kernel, precision);
+            }
         }
-        plain(kernel);
+        if of_precision.is_empty() {
+            plain(kernel);
+        }
     }
 }
 

@@ -6,6 +6,7 @@
 //! activations     rows in the form that the weights' precision asks for
 //! shared          what has no order to exploit, written once and compiled for each instruction set
 //! scalar          the truth
+//! avx512_grids    codes that are places in a grid, in registers of 512 bits
 //! avx2, avx_vnni, avx512, amx
 //! halves          activations of 16 bits next to integers, on any of them
 //! ```
@@ -27,6 +28,8 @@ mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512_grids;
 #[cfg(target_arch = "x86_64")]
 mod avx_vnni;
 mod halves;

@@ -18,7 +18,8 @@ use std::sync::OnceLock;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::avx512::{self, e4m3, float_scales16, grid_runs, lookup, runs, scales16};
+use super::avx512::{self, e4m3, float_scales16, lookup, runs, scales16};
+use super::avx512_grids::grid_runs;
 use super::shared::{self, PREFETCH_TOKENS};
 use super::tiles::{INTEGER_ROWS, Scales, Stream, bias, by_row, even_bits, is_grid, is_table, row, step, table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot};

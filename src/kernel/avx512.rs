@@ -2,16 +2,15 @@
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
-use std::sync::OnceLock;
 
-use moebius_cache::pack::{self, BF16_INPUTS, Counts, Grid, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{self, BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
 use super::avx2::counts;
+use super::avx512_grids::{add_places, are_places, grid_runs, looks_up, odd_counts16};
 use super::shared::PREFETCH_TOKENS;
 use super::tiles::{
-    INTEGER_ROWS, Scales, To, bias, by_row, even_bits, grid, grid_at, half_bytes, half_lines, is_grid, is_table, row,
-    step, table,
+    INTEGER_ROWS, Scales, To, bias, by_row, even_bits, half_bytes, half_lines, is_grid, is_table, row, step, table,
 };
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
@@ -123,6 +122,7 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
             match layout.precision.row_number() {
                 None => split_tokens(lines, &now, out, to),
                 Some(INTEGER_ROWS..) => float_tokens(scales, lines, &now, out, to),
+                Some(row) if are_places(row) && looks_up() => places_tokens(row, scales, lines, &now, out, to),
                 Some(row) => by_row!(row, tokens[](scales, lines, &now, out, to)),
             }
         }
@@ -132,21 +132,6 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 unsafe fn tokens<const ROW: usize>(scales: Scales<'_>, lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
-    if const { is_planar(ROW) } && is_x86_feature_detected!("avx512vbmi") {
-        // SAFETY: as promised to this function; the feature was detected, `x` has as many rows as the instance takes.
-        unsafe {
-            match x.len() {
-                1 => planar_block::<ROW, 1>(scales, lines, x, out, to),
-                2 => planar_block::<ROW, 2>(scales, lines, x, out, to),
-                3 => planar_block::<ROW, 3>(scales, lines, x, out, to),
-                4 => planar_block::<ROW, 4>(scales, lines, x, out, to),
-                5 => planar_block::<ROW, 5>(scales, lines, x, out, to),
-                6 => planar_block::<ROW, 6>(scales, lines, x, out, to),
-                n => unreachable!("{n} tokens in a block"),
-            }
-        }
-        return;
-    }
     macro_rules! by_count {
         ($($n:literal $chains:literal),*) => {
             match x.len() {
@@ -160,6 +145,40 @@ unsafe fn tokens<const ROW: usize>(scales: Scales<'_>, lines: &[u8], x: &Activat
     }
     // Few tokens need several accumulators each to cover the 5 cycles of vpdpbusd; i32 sums are exact in any order.
     by_count!(1 4, 2 4, 3 2, 4 2, 5 1, 6 1, 7 1, 8 1, 9 1, 10 1, 11 1, 12 1)
+}
+
+/// [`tokens`] of codes that are looked up in registers.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,gfni")]
+unsafe fn places_tokens(row: usize, scales: Scales<'_>, lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
+    macro_rules! by_row_and_count {
+        ($($row:literal)*) => {{
+            const {
+                let (mut row, rows) = (0, [$($row),*].len());
+                let mut places = 0;
+                while row < INTEGER_ROWS {
+                    places += are_places(row) as usize;
+                    row += 1;
+                }
+                assert!(places == rows, "a number for each row of places");
+            }
+            match (row, x.len()) {
+                // SAFETY: as promised to this function; `x` has as many rows as the instance takes.
+                $(($row, 1) => unsafe { places_block::<$row, 1>(scales, lines, x, out, to) },
+                // SAFETY: as before.
+                ($row, 2) => unsafe { places_block::<$row, 2>(scales, lines, x, out, to) },
+                // SAFETY: as before.
+                ($row, 3) => unsafe { places_block::<$row, 3>(scales, lines, x, out, to) },
+                // SAFETY: as before.
+                ($row, 4) => unsafe { places_block::<$row, 4>(scales, lines, x, out, to) },
+                // SAFETY: as before.
+                ($row, 5) => unsafe { places_block::<$row, 5>(scales, lines, x, out, to) },
+                // SAFETY: as before.
+                ($row, 6) => unsafe { places_block::<$row, 6>(scales, lines, x, out, to) },)*
+                (row, n) => unreachable!("{n} tokens in a block of row {row}"),
+            }
+        }};
+    }
+    by_row_and_count!(14 15 16 17 18 20 21)
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
@@ -392,143 +411,22 @@ unsafe fn block<const ROW: usize, const T: usize, const CHAINS: usize>(
     }
 }
 
-/// Whether codes are places in a small grid, each of which stands for four weights.
-const fn is_planar(number: usize) -> bool {
-    is_grid(number) && matches!(grid(number), Grid::Iq3Xxs | Grid::Iq3S)
-}
-
-/// Of each of four weights the codes that places in a grid stand for, unsigned.
-#[repr(C, align(64))]
-struct Planes([[u8; 512]; 4]);
-
-impl Planes {
-    /// Those of a grid.
-    fn of<const ROW: usize>() -> &'static Self {
-        static OF_GRIDS: [OnceLock<Planes>; 2] = [const { OnceLock::new() }; 2];
-        let code = |i: usize, plane: usize| {
-            let four = grid(ROW).magnitudes().get(i).map_or([0; 4], |four| four.to_le_bytes());
-            four[plane] + bias(ROW) as u8
-        };
-        let planes = || Planes(std::array::from_fn(|plane| std::array::from_fn(|i| code(i, plane))));
-        OF_GRIDS[grid(ROW).upper_bits()].get_or_init(planes)
-    }
-}
-
-/// What seven bits of signs are with the eighth, which makes the number of ones even.
-static EVEN: [u8; 128] = {
-    let mut signs = [0; 128];
-    let mut i = 0;
-    while i < 128 {
-        signs[i] = i as u8 | (i.count_ones() as u8 & 1) << 7;
-        i += 1;
-    }
-    signs
-};
-
-/// [`block`] of codes that are places in a small grid.
+/// [`block`] of codes that are looked up in registers.
 ///
-/// The 64 places of a line are looked up at once in registers, in the order in which they lie: the first of each four
-/// weights, then the second ones. Activations are brought into that order; gathering from memory takes four times as
-/// long.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
-unsafe fn planar_block<const ROW: usize, const T: usize>(
+/// # Safety
+/// As of [`block`], VBMI and GFNI.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,gfni")]
+unsafe fn places_block<const ROW: usize, const T: usize>(
     scales: Scales<'_>,
     lines: &[u8],
     x: &ActivationRows<'_>,
     out: &mut [f32],
     to: To,
 ) {
-    let (grid, planes) = (grid(ROW), Planes::of::<ROW>());
-    let codes = x.codes_of::<T>();
-    let mut weights = lines.as_ptr();
-    if T <= PREFETCH_TOKENS {
-        // The lines that prefetching from the first code on would step over.
-        let first = weights.wrapping_sub(scales.bytes.len());
-        to.stream.from(first).prefetch(first, scales.bytes.len() / 64);
-    }
-    // SAFETY: 64 bytes of a table.
-    let of_table = |table: &[u8], at: usize| unsafe { _mm512_loadu_si512(table[at..][..64].as_ptr().cast()) };
-    let even = [of_table(&EVEN, 0), of_table(&EVEN, 64)];
-    let twice = _mm512_set1_epi8((2 * bias(ROW)) as i8);
-    let across = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     // SAFETY: as promised to this function.
     let mut acc = unsafe { sums::<T>(to, out) };
-    for g in 0..x.k / x.group {
-        let ahead = to.stream.from(weights);
-        // SAFETY: the scales of group `g`, before `lines`.
-        let [w_scale, _] = unsafe { scales16::<ROW>(scales, g) };
-        let mut dot = [[_mm512_setzero_si512(); 2]; T];
-        for t in 0..T {
-            dot[t][0] = _mm512_set1_epi32(-bias(ROW) * x.sum(g, t));
-        }
-        let (at, first) = grid_at(ROW, g);
-        // SAFETY: the words of the group, inside the tile whose length was checked.
-        let line = |at: usize| unsafe { _mm512_loadu_si512(lines.as_ptr().add(at).cast()) };
-        let signs = line(at + (grid.block_words() - 1) * 64);
-        for half in 0..2 {
-            if T <= PREFETCH_TOKENS {
-                ahead.prefetch(weights, half_lines(ROW, half));
-            }
-            weights = weights.wrapping_add(step(ROW, half));
-            let places = line(at + 64 * half);
-            let upper = _mm512_movepi8_mask(places);
-            // The signs of weights 0 to 7 in the lower bytes of a dword, of 8 to 15 in the others.
-            let each = if grid.has_all_signs() { 8 } else { 7 };
-            let from = (2 * each * half) as i64;
-            let of_dword = from * 0x0101 + (from + each as i64) * 0x0101_0000;
-            let bits = _mm512_set1_epi64(of_dword | (of_dword + 0x2020_2020) << 32);
-            let mut negative = _mm512_multishift_epi64_epi8(bits, signs);
-            if !grid.has_all_signs() {
-                negative = _mm512_permutex2var_epi8(even[0], negative, even[1]);
-            }
-            // Places in the second half of a grid of 512.
-            let mut beyond = 0;
-            if grid.upper_bits() > 0 {
-                let (word, lowest) = grid.upper_at(g % 8);
-                let above = _mm512_srl_epi32(line(first + 64 * word), _mm_cvtsi32_si128(lowest as i32));
-                let lowest = _mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
-                let above = _mm512_shuffle_epi8(above, _mm512_broadcast_i32x4(lowest));
-                let bits = _mm512_set1_epi32([0x0804_0201, 0x8040_2010_u32 as i32][half]);
-                beyond = _mm512_test_epi8_mask(above, bits);
-            }
-            let mut four = [_mm512_setzero_si512(); T];
-            for t in 0..T {
-                // SAFETY: the codes of 16 inputs.
-                let x16 = unsafe {
-                    let k = 32 * g + 16 * half;
-                    _mm_loadu_si128(codes[t].add(k / BLOCK * x.stride * BLOCK + k % BLOCK).cast())
-                };
-                four[t] = _mm512_broadcast_i32x4(_mm_shuffle_epi8(x16, across));
-            }
-            macro_rules! plane {
-                ($($j:literal)*) => {$({
-                    let table = &planes.0[$j];
-                    let lookup = |at: usize| {
-                        let low = _mm512_permutex2var_epi8(of_table(table, at), places, of_table(table, at + 64));
-                        let high =
-                            _mm512_permutex2var_epi8(of_table(table, at + 128), places, of_table(table, at + 192));
-                        _mm512_mask_blend_epi8(upper, low, high)
-                    };
-                    let mut code = lookup(0);
-                    if grid.upper_bits() > 0 {
-                        code = _mm512_mask_blend_epi8(beyond, code, lookup(256));
-                    }
-                    let bit = _mm512_set1_epi16(0x1001 << $j);
-                    let code = _mm512_mask_sub_epi8(code, _mm512_test_epi8_mask(negative, bit), twice, code);
-                    for t in 0..T {
-                        let x4 = _mm512_shuffle_epi32::<{ 0x55 * $j }>(four[t]);
-                        dot[t][$j % 2] = _mm512_dpbusd_epi32(dot[t][$j % 2], code, x4);
-                    }
-                })*};
-            }
-            plane!(0 1 2 3);
-        }
-        for t in 0..T {
-            let sum = _mm512_add_epi32(dot[t][0], dot[t][1]);
-            let scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x.scale(g, t)));
-            acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, acc[t]);
-        }
-    }
+    // SAFETY: as promised to this function.
+    unsafe { add_places::<ROW, T>(scales, lines, x, to.stream, &mut acc) };
     for t in 0..T {
         let out = &mut out[t * to.stride..][..TILE_ROWS];
         // SAFETY: 16 floats, as just sliced.
@@ -660,121 +558,6 @@ pub(super) unsafe fn scales16<const ROW: usize>(scales: Scales<'_>, group: usize
             [scale, _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(offset), sign))]
         }
     }
-}
-
-/// What 16 rows of a group count, of scales that are odd.
-///
-/// # Safety
-/// The group's scales and codes to read; AVX-512 F, BW and VL.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn odd_counts16<const ROW: usize>(scales: Scales<'_>, group: usize) -> __m512i {
-    let pack::Scales::Odd { counts, .. } = row(ROW).scales else { unreachable!("other scales") };
-    let (at, _) = row(ROW).scales.at(group, row(ROW).group_size);
-    // SAFETY: as promised by the caller.
-    unsafe {
-        match counts {
-            Counts::Zero => _mm512_setzero_si512(),
-            Counts::Apart(4) => {
-                let bytes = _mm_loadl_epi64(scales.bytes.as_ptr().add(at).cast());
-                let all = _mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4));
-                _mm512_and_si512(_mm512_cvtepu8_epi32(all), _mm512_set1_epi32(15))
-            }
-            Counts::Apart(_) => {
-                // A bit of each row.
-                let bits = scales.bytes.as_ptr().add(at).cast::<[u16; 3]>().read_unaligned();
-                (0..3).fold(_mm512_setzero_si512(), |count, bit| {
-                    let own = _mm512_maskz_set1_epi32(bits[bit], 1 << bit);
-                    _mm512_or_si512(count, own)
-                })
-            }
-            Counts::Within => {
-                let (word, lowest) = grid(ROW).upper_at(group % 8);
-                let first = scales.lines.as_ptr().add(grid_at(ROW, group).1);
-                let line = _mm512_loadu_si512(first.add(64 * word).cast());
-                if !grid(ROW).has_ones() {
-                    return _mm512_srli_epi32(line, 28);
-                }
-                let above = _mm512_srl_epi32(line, _mm_cvtsi32_si128(lowest as i32 + 12));
-                _mm512_and_si512(above, _mm512_set1_epi32(7))
-            }
-        }
-    }
-}
-
-/// The codes of the 16 inputs from `k` on whose words are in `lines`: four runs of 4 inputs of 16 rows, `add` added.
-///
-/// # Safety
-/// The words of the inputs' super-block to read; AVX-512 F, BW and VL.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn grid_runs<const ROW: usize>(lines: *const u8, k: usize, add: __m512i) -> [__m512i; 4] {
-    let (grid, block, half) = (grid(ROW), k / 32, k / 16 % 2);
-    let (at, first) = grid_at(ROW, block);
-    // SAFETY: as promised by the caller.
-    let line = |at: usize| unsafe { _mm512_loadu_si512(lines.add(at).cast()) };
-    let shifted = |x: __m512i, by: usize| _mm512_srl_epi32(x, _mm_cvtsi32_si128(by as i32));
-    let mut w = [_mm512_setzero_si512(); 4];
-    if grid == Grid::Tq1_0 {
-        let add = _mm512_sub_epi8(add, _mm512_set1_epi8(1));
-        for (run, w) in w.iter_mut().enumerate() {
-            let (word, digit) = Grid::digit_at(block % 8, 4 * half + run);
-            // Times a power of three, without what is above a byte: the digit is in its highest part.
-            let (bytes, low) = (line(first + 64 * word), _mm512_set1_epi16(255));
-            let (power, three) = (_mm512_set1_epi16([1, 3, 9, 27, 81][digit]), _mm512_set1_epi16(3));
-            let shifted = |bytes: __m512i| _mm512_and_si512(_mm512_mullo_epi16(bytes, power), low);
-            let even = _mm512_mullo_epi16(shifted(_mm512_and_si512(bytes, low)), three);
-            let odd = _mm512_mullo_epi16(shifted(_mm512_srli_epi16(bytes, 8)), three);
-            let digits = _mm512_or_si512(_mm512_srli_epi16(even, 8), _mm512_andnot_si512(low, odd));
-            *w = _mm512_add_epi8(digits, add);
-        }
-        return w;
-    }
-    let signs = line(at + (grid.block_words() - !grid.has_ones() as usize) * 64);
-    // Upper bits of indices, and from where on.
-    let (above, above_at) = grid.upper_at(block % 8);
-    let above = line(first + 64 * above);
-    for pair in 0..2 {
-        let eight = 2 * half + pair;
-        // The signs of eight weights, in each byte of a dword.
-        let negative = if grid.has_all_signs() {
-            shifted(signs, 8 * eight)
-        } else {
-            let seven = _mm512_and_si512(shifted(signs, 7 * eight), _mm512_set1_epi32(127));
-            // Four bits are even or odd: of each a bit of this number.
-            let folded = _mm512_and_si512(_mm512_xor_si512(seven, _mm512_srli_epi32(seven, 4)), _mm512_set1_epi32(15));
-            let odd = _mm512_srlv_epi32(_mm512_set1_epi32(0x6996), folded);
-            _mm512_or_si512(seven, _mm512_slli_epi32(odd, 7)) // and more above the lowest byte
-        };
-        let lowest = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
-        let negative = _mm512_shuffle_epi8(negative, lowest);
-        for four in 0..2 {
-            let run = if grid.run() == 4 { 2 * eight + four } else { eight };
-            let low = shifted(line(at + run / 4 * 64), 8 * (run % 4));
-            let mut index = _mm512_and_si512(low, _mm512_set1_epi32(255));
-            if grid.upper_bits() > 0 {
-                let mask = _mm512_set1_epi32((1 << grid.upper_bits()) - 1);
-                let bits = _mm512_and_si512(shifted(above, above_at + grid.upper_bits() * run), mask);
-                index = _mm512_or_si512(index, _mm512_slli_epi32(bits, 8));
-            }
-            if grid.run() == 8 {
-                index = _mm512_add_epi32(_mm512_add_epi32(index, index), _mm512_set1_epi32(four as i32));
-            }
-            // SAFETY: there are so many indices.
-            let size = unsafe { _mm512_i32gather_epi32::<4>(index, grid.magnitudes().as_ptr().cast()) };
-            if grid.has_ones() {
-                // An eighth of a number beside: all bits where it is less.
-                let less = _mm512_slli_epi32(shifted(above, above_at + grid.less_at(run)), 31);
-                let beside = _mm512_or_si512(_mm512_srai_epi32(less, 31), _mm512_set1_epi8(1));
-                w[2 * pair + four] = _mm512_add_epi8(_mm512_add_epi8(size, beside), add);
-                continue;
-            }
-            let bits = _mm512_set1_epi32([0x0804_0201, 0x8040_2010_u32 as i32][four]);
-            let mask = _mm512_test_epi8_mask(negative, bits);
-            w[2 * pair + four] = _mm512_mask_sub_epi8(_mm512_add_epi8(size, add), mask, add, size);
-        }
-    }
-    w
 }
 
 /// A table of 16 bytes for `vpshufb`, four times.

@@ -4,7 +4,7 @@
 
 use half::bf16;
 use moebius_cache::Precision;
-use moebius_cache::pack::{MatrixLayout, Scales, TILE_ROWS};
+use moebius_cache::pack::{CodeType, MatrixLayout, Scales, TILE_ROWS};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -207,6 +207,72 @@ fn matmul_gives_equal_bits() {
             });
         },
     );
+}
+
+#[test]
+fn every_place_of_a_grid_has_equal_bits() {
+    let grids = Precision::all().into_iter().filter(|p| matches!(p.codes(), Some(CodeType::Grid(_))));
+    for precision in grids {
+        // So many places that none of 2,048 is missing.
+        let layout = MatrixLayout::new(TILE_ROWS, 4096, precision).unwrap();
+        let mut random = Random(7);
+        let mut weights = tiles(&layout, &mut random);
+        weights[layout.scale_bytes()..].fill_with(|| random.next() as u8);
+        for n in [1, 2, 3, 4, 5, 6, 11] {
+            let x = random.normals(n * layout.k);
+            each(|kernel, scalar| {
+                let run = |kernel: &dyn Kernel| {
+                    let x = prepare(kernel, &layout, &x);
+                    let mut out = vec![0.0; n * layout.n];
+                    kernel.matmul(&layout, &weights[..].into(), &x.rows(0..n), Start::Zero, &mut out);
+                    bits(&out)
+                };
+                assert_eq!(run(kernel), run(scalar), "{precision}, {n} tokens");
+            });
+        }
+    }
+}
+
+/// What AVX-512 does where places are not looked up in registers, and AMX always.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn gathered_places_are_the_codes() {
+    use std::arch::x86_64::*;
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    fn check<const ROW: usize>() {
+        let codes = moebius_cache::pack::Row::ALL[ROW].codes;
+        let mut random = Random(ROW as u64);
+        let words: Vec<u8> = (0..codes.bytes(1024)).map(|_| random.next() as u8).collect();
+        for k in (0..1024).step_by(16) {
+            // SAFETY: the words of all inputs.
+            let runs = unsafe { avx512_grids::grid_runs::<ROW>(words.as_ptr(), k, _mm512_set1_epi8(3)) };
+            for (j, run) in runs.into_iter().enumerate() {
+                let mut bytes = [0i8; 64];
+                // SAFETY: 64 bytes of an array.
+                unsafe { _mm512_storeu_si512(bytes.as_mut_ptr().cast(), run) };
+                for (i, byte) in bytes.into_iter().enumerate() {
+                    let code = moebius_cache::pack::unpack_code(codes, &words, i / 4, k + 4 * j + i % 4);
+                    assert_eq!(byte, code.wrapping_add(3), "row {ROW}, input {}", k + 4 * j + i % 4);
+                }
+            }
+        }
+    }
+    if get(Simd::Avx512).is_none() {
+        eprintln!("skipped: no AVX-512");
+        return;
+    }
+    // SAFETY: the features were detected.
+    unsafe {
+        check::<14>();
+        check::<15>();
+        check::<16>();
+        check::<17>();
+        check::<18>();
+        check::<20>();
+        check::<21>();
+        check::<22>();
+    }
 }
 
 #[test]

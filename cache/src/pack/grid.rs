@@ -174,7 +174,7 @@ impl Grid {
     }
 
     /// The magnitudes there are.
-    const fn values(self) -> &'static [u8] {
+    pub const fn values(self) -> &'static [u8] {
         match self {
             Self::Iq2Xxs | Self::Iq2Xs | Self::Iq2S => &IQ2_VALUES,
             Self::Iq3Xxs => &IQ3_XXS_VALUES,
