@@ -107,6 +107,7 @@ pub(super) unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [[__m256; 2]; 
 }
 
 /// Whether unsigned codes times signed bytes, in two pairs, overflow 16 bits.
+#[inline(always)] // and constants where they are used: a call in the loop costs more than the products
 const fn is_wide(number: usize) -> bool {
     largest(number) > 64
 }
@@ -145,7 +146,7 @@ unsafe fn block<const ROW: usize, const T: usize>(
     for g in 0..groups {
         let ahead = to.stream.from(weights);
         let mut dot = [[_mm256_setzero_si256(); 2]; T];
-        if !is_wide(ROW) && bias(ROW) != 0 {
+        if const { !is_wide(ROW) && bias(ROW) != 0 } {
             for t in 0..T {
                 dot[t] = [_mm256_set1_epi32(-bias(ROW) * x.sum(g, t)); 2];
             }
@@ -167,8 +168,8 @@ unsafe fn block<const ROW: usize, const T: usize>(
                     for t in 0..T {
                         // SAFETY: 4 codes of the 16 inputs from k on.
                         let a = unsafe { four(codes[t].add(at + 4 * j)) };
-                        if is_wide(ROW) {
-                            let signed = is_table(ROW) || is_grid(ROW);
+                        if const { is_wide(ROW) } {
+                            let signed = const { is_table(ROW) || is_grid(ROW) };
                             let w = if signed { w[j] } else { _mm256_xor_si256(w[j], _mm256_set1_epi8(-128)) };
                             let products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
                             dot[t][upper] = _mm256_add_epi32(dot[t][upper], _mm256_madd_epi16(products, ones));

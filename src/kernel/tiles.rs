@@ -195,6 +195,7 @@ pub(super) const fn bias(number: usize) -> i32 {
 
 /// The largest code once it is unsigned.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 pub(super) const fn largest(number: usize) -> i32 {
     row(number).codes.range()[1] as i32 + bias(number)
 }
