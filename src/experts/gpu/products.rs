@@ -98,8 +98,8 @@ impl Products {
         let (hidden, intermediate) = (self.layout.gate.k, self.layout.down.k);
         let kernels = &self.kernels[layer];
         launch!(self.cuda, stream, kernels.down.few, [hidden.div_ceil(TILE_ROWS), tokens.div_ceil(VECTORS), 1];
-            ids, weights, table, self.h.address(), out, tokens as i32, hidden as i32, intermediate as i32, kernels.down_at,
-            self.experts as i32, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
+            ids, weights, table, self.h.address(), out, tokens as i32, hidden as i32, intermediate as i32,
+            kernels.down_at, self.experts as i32, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
     }
 
     /// `y` of all pairs of `x` [tokens, hidden] whose expert is in `table`, counted in `used` unless that is null.
