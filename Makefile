@@ -1,4 +1,5 @@
 # The dev profile is optimized (see Cargo.toml), so that tests run fast without the long link of a release build.
+MAKEFLAGS += --jobs=$(shell nproc)
 .PHONY: test lint kernels emulator python sglang attack
 
 # Of the Python package, of what writes GGUF files for tests/gguf.rs, and of what chat templates are held against.

@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #include <functional>
 #include <vector>
 
@@ -338,7 +339,16 @@ inline uint32_t load_acquire(const uint32_t* p) { return __atomic_load_n(p, __AT
 inline void add_release(uint32_t* p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline uint64_t load_relaxed_system(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+// Only who waits for another device looks at a word again and again: it leaves its core to that one, soon and for long,
+// because there are more devices than cores.
+inline uint64_t load_relaxed_system(const uint64_t* p) {
+    static thread_local const uint64_t* last = nullptr;
+    static thread_local unsigned looks = 0;
+    looks = p == last ? looks + 1 : 0;
+    last = p;
+    if (looks % 1024 == 1023) usleep(20);
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
 inline void store_relaxed_system(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_peer(uint4* p, const uint4& v) { emulator::add_peer_store(p, v); }
 inline uint4 load_uncached(const uint4* p) {
