@@ -41,7 +41,8 @@ fn main() {
         Err(why) => return println!("cargo::error={why}"),
     }
     let mut sources = files(&root.join("kernels"), "cu");
-    sources.sort();
+    // The one that takes longest begins first: at the end, all cores but one would wait for it.
+    sources.sort_by_key(|source| (source.file_stem().is_none_or(|name| name != "experts_gemm"), source.clone()));
     let nvcc = env::var_os("CARGO_FEATURE_CUDA").and_then(|_| find_nvcc(&root));
     let mut list = String::from("pub(super) const MODULES: &[(&str, &[u8])] = &[\n");
     // As many at a time as there are cores.
