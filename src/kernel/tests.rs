@@ -33,13 +33,23 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|v| v.to_bits()).collect()
 }
 
-/// Runs `check` on every kernel beside the scalar one, with activations of 8 bits and of 16.
-fn each(check: impl Fn(&dyn Kernel, &dyn Kernel)) {
+/// Runs `check` on every kernel, with activations of 8 bits and of 16.
+fn each(check: impl Fn(&dyn Kernel)) {
     for simd in available() {
         println!("testing {simd}");
-        let (kernel, scalar) = (get(simd).unwrap(), get(Simd::Scalar).unwrap());
-        check(kernel, scalar);
-        check(halves(kernel), halves(scalar));
+        let kernel = get(simd).unwrap();
+        check(kernel);
+        check(halves(kernel));
+    }
+}
+
+/// Every kernel's results are those of the scalar one, which is slow and runs once.
+fn equal<T: PartialEq + std::fmt::Debug>(run: impl Fn(&dyn Kernel) -> T) {
+    let both = |kernel| [run(kernel), run(halves(kernel))];
+    let want = both(get(Simd::Scalar).unwrap());
+    for simd in available().into_iter().filter(|&simd| simd != Simd::Scalar) {
+        println!("testing {simd}");
+        assert_eq!(both(get(simd).unwrap()), want, "{simd}");
     }
 }
 
@@ -69,20 +79,17 @@ fn quantize_gives_equal_bits() {
         x[0] = 0.5 * 127.0; // halves, to be rounded to even
         x[1] = 127.0;
         x[2] = -2.5;
-        each(|kernel, scalar| {
-            let run = |k: &dyn Kernel| {
-                let (mut codes, mut scales, mut sums) = (vec![0; x.len()], vec![0.0; groups], vec![0; groups]);
-                k.quantize(&x, group, &mut codes, &mut scales, &mut sums);
-                (codes, bits(&scales), sums)
-            };
-            assert_eq!(run(kernel), run(scalar));
+        equal(|k| {
+            let (mut codes, mut scales, mut sums) = (vec![0; x.len()], vec![0.0; groups], vec![0; groups]);
+            k.quantize(&x, group, &mut codes, &mut scales, &mut sums);
+            (codes, bits(&scales), sums)
         });
     });
 }
 
 #[test]
 fn quantize_edges() {
-    each(|kernel, _| {
+    each(|kernel| {
         let mut x = vec![0.0; 32 * 4];
         x[32..64].fill(1e-40);
         x[64] = f32::NAN;
@@ -193,17 +200,14 @@ fn matmul_gives_equal_bits() {
             if n > 1 {
                 x[(skip + 1) * k..(skip + 2) * k].fill(-1.0);
             }
-            each(|kernel, scalar| {
-                let run = |kernel: &dyn Kernel| {
-                    let x = prepare(kernel, &layout, &x);
-                    let mut out = vec![f32::NAN; n * layout.n];
-                    let tiles = Tiles::before(&weights, &next, Ahead::here());
-                    kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Zero, &mut out);
-                    let zero = bits(&out);
-                    kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Out, &mut out);
-                    (zero, bits(&out))
-                };
-                assert_eq!(run(kernel), run(scalar));
+            equal(|kernel| {
+                let x = prepare(kernel, &layout, &x);
+                let mut out = vec![f32::NAN; n * layout.n];
+                let tiles = Tiles::before(&weights, &next, Ahead::here());
+                kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Zero, &mut out);
+                let zero = bits(&out);
+                kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Out, &mut out);
+                (zero, bits(&out))
             });
         },
     );
@@ -306,7 +310,7 @@ fn matmul_is_the_product() {
 
 #[test]
 fn splitting_keeps_16_bits() {
-    each(|kernel, _| {
+    each(|kernel| {
         let mut words = vec![f32::NAN; kernel.split_words()];
         let x = Random(3).normals(20);
         kernel.split(&x, &mut words);
@@ -325,7 +329,7 @@ fn splitting_keeps_16_bits() {
 
 #[test]
 fn a_number_that_is_none_stays_one() {
-    each(|kernel, _| {
+    each(|kernel| {
         let layout = MatrixLayout::new(TILE_ROWS, 64, Precision::Bf16).unwrap();
         let weights = tiles(&layout, &mut Random(1));
         let mut x = vec![1.0; 64];
@@ -343,13 +347,10 @@ fn dots_give_equal_bits() {
         let stride = k + pad;
         let w = random.normals(rows * stride);
         let x = random.normals(tokens * stride);
-        each(|kernel, scalar| {
-            let run = |kernel: &dyn Kernel| {
-                let mut out = vec![0.0; rows * tokens];
-                kernel.dot_f32(Rows::strided(&w, rows, k, stride), Rows::strided(&x, tokens, k, stride), &mut out);
-                bits(&out)
-            };
-            assert_eq!(run(kernel), run(scalar));
+        equal(|kernel| {
+            let mut out = vec![0.0; rows * tokens];
+            kernel.dot_f32(Rows::strided(&w, rows, k, stride), Rows::strided(&x, tokens, k, stride), &mut out);
+            bits(&out)
         });
         let mut out = vec![0.0; rows * tokens];
         best().dot_f32(Rows::strided(&w, rows, k, stride), Rows::strided(&x, tokens, k, stride), &mut out);
@@ -364,28 +365,25 @@ fn elementwise_gives_equal_bits() {
         let mut random = Random(seed);
         let (x, y): (Vec<f32>, _) = (random.normals(n).iter().map(|v| v * 30.0).collect(), random.normals(n));
         let codes: Vec<i8> = y.iter().map(|y| (y * 40.0) as i8).collect();
-        each(|kernel, scalar| {
-            let run = |kernel: &dyn Kernel| {
-                let mut exp = x.clone();
-                let sum = kernel.exp_sub(&mut exp, 20.0);
-                let (mut silu, mut norm, mut add) = (vec![0.0; n], vec![0.0; n], y.clone());
-                kernel.silu_mul(&x, &y, &mut silu);
-                kernel.rms_norm(&x, &y, 1e-6, &mut norm);
-                kernel.scale(&mut add, 0.7);
-                kernel.add_scaled(&x, 0.3, &mut add);
-                let mut wide = vec![bf16::ZERO; n];
-                kernel.widen(&codes, &x[..n.min(32)], &mut wide);
-                let wide: Vec<f32> = wide.into_iter().map(bf16::to_f32).collect();
-                [bits(&exp), bits(&[sum]), bits(&silu), bits(&norm), bits(&add), bits(&wide)]
-            };
-            assert_eq!(run(kernel), run(scalar));
+        equal(|kernel| {
+            let mut exp = x.clone();
+            let sum = kernel.exp_sub(&mut exp, 20.0);
+            let (mut silu, mut norm, mut add) = (vec![0.0; n], vec![0.0; n], y.clone());
+            kernel.silu_mul(&x, &y, &mut silu);
+            kernel.rms_norm(&x, &y, 1e-6, &mut norm);
+            kernel.scale(&mut add, 0.7);
+            kernel.add_scaled(&x, 0.3, &mut add);
+            let mut wide = vec![bf16::ZERO; n];
+            kernel.widen(&codes, &x[..n.min(32)], &mut wide);
+            let wide: Vec<f32> = wide.into_iter().map(bf16::to_f32).collect();
+            [bits(&exp), bits(&[sum]), bits(&silu), bits(&norm), bits(&add), bits(&wide)]
         });
     });
 }
 
 #[test]
 fn exp_is_within_two_ulp() {
-    each(|kernel, _| {
+    each(|kernel| {
         let inputs: Vec<f32> = (0..100_000).map(|i| -87.0 + i as f32 * 0.00175).collect();
         let mut x = inputs.clone();
         kernel.exp_sub(&mut x, 0.0);
@@ -407,28 +405,25 @@ fn exp_is_within_two_ulp() {
 
 #[test]
 fn gates_and_delta_steps_have_the_bits_of_scalar() {
-    each(|kernel, scalar| {
-        cases(40, (1..70usize, 1..100usize, any::<u64>()), |(rows, cols, seed)| {
-            let mut random = Random(seed);
-            let (gate, up) = (random.normals(cols), random.normals(cols));
-            let (q, k, v) = (random.normals(rows), random.normals(rows), random.normals(cols));
-            let (state, decay) = (random.normals(rows * cols), random.normals(rows));
-            let run = |kernel: &dyn Kernel| {
-                let (mut glu, mut gated) = (vec![0.0; cols], up.clone());
-                kernel.clamped_swiglu(&gate, &up, 1.5, 1.702, &mut glu);
-                let (mut gelu, mut clamped) = (glu.clone(), glu.clone());
-                kernel.gelu_mul(&gate, &up, &mut gelu);
-                kernel.clamped_silu_mul(&gate, &up, 0.5, &mut clamped);
-                let mut of_clamped = glu.clone();
-                kernel.silu_of_clamped_mul(&gate, &up, 0.5, &mut of_clamped);
-                kernel.sigmoid_mul(&gate, &mut gated);
-                let (mut state, mut out) = (state.clone(), vec![0.0; cols]);
-                kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: &decay, beta: 0.3 }, &mut out);
-                let (mut of_ssm, mut read) = (state.clone(), vec![0.0; cols]);
-                kernel.ssm_step(&mut of_ssm, &SsmToken { b: &k, c: &q, x: &v, decay: 0.9 }, &mut read);
-                [&glu, &gelu, &clamped, &of_clamped, &gated, &state, &out, &of_ssm, &read].map(|numbers| bits(numbers))
-            };
-            assert_eq!(run(kernel), run(scalar));
+    cases(40, (1..70usize, 1..100usize, any::<u64>()), |(rows, cols, seed)| {
+        let mut random = Random(seed);
+        let (gate, up) = (random.normals(cols), random.normals(cols));
+        let (q, k, v) = (random.normals(rows), random.normals(rows), random.normals(cols));
+        let (state, decay) = (random.normals(rows * cols), random.normals(rows));
+        equal(|kernel| {
+            let (mut glu, mut gated) = (vec![0.0; cols], up.clone());
+            kernel.clamped_swiglu(&gate, &up, 1.5, 1.702, &mut glu);
+            let (mut gelu, mut clamped) = (glu.clone(), glu.clone());
+            kernel.gelu_mul(&gate, &up, &mut gelu);
+            kernel.clamped_silu_mul(&gate, &up, 0.5, &mut clamped);
+            let mut of_clamped = glu.clone();
+            kernel.silu_of_clamped_mul(&gate, &up, 0.5, &mut of_clamped);
+            kernel.sigmoid_mul(&gate, &mut gated);
+            let (mut state, mut out) = (state.clone(), vec![0.0; cols]);
+            kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: &decay, beta: 0.3 }, &mut out);
+            let (mut of_ssm, mut read) = (state.clone(), vec![0.0; cols]);
+            kernel.ssm_step(&mut of_ssm, &SsmToken { b: &k, c: &q, x: &v, decay: 0.9 }, &mut read);
+            [&glu, &gelu, &clamped, &of_clamped, &gated, &state, &out, &of_ssm, &read].map(|numbers| bits(numbers))
         });
     });
 }

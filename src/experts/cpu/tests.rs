@@ -143,21 +143,21 @@ fn agrees_with_f32_on_the_dequantized_weights() {
         let store = store(hidden, intermediate, precision);
         let layout = store.layout(0);
         let (x, routing) = inputs(9, hidden);
+        let experts: Vec<_> = (0..EXPERTS).map(|e| unpack_expert(&layout, store.expert(1, e))).collect();
         let mut expected: Vec<f32> = x.iter().map(|v| v * 0.25).collect();
         for (i, (&id, &weight)) in routing.ids.iter().zip(&routing.weights).enumerate() {
             if !(0..EXPERTS as i32).contains(&id) {
                 continue;
             }
             let token = i / TOP_K;
-            let bytes = store.expert(1, id as usize);
-            let [gate, up, down] = unpack_expert(&layout, bytes);
+            let [gate, up, down] = &experts[id as usize];
             let x = &x[token * hidden..][..hidden];
             let times = |w: &[f32], x: &[f32]| -> Vec<f32> {
                 w.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(a, b)| a * b).sum()).collect()
             };
             let h: Vec<f32> =
-                times(&gate, x).iter().zip(times(&up, x)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
-            for (out, y) in expected[token * hidden..][..hidden].iter_mut().zip(times(&down, &h)) {
+                times(gate, x).iter().zip(times(up, x)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+            for (out, y) in expected[token * hidden..][..hidden].iter_mut().zip(times(down, &h)) {
                 *out += weight * y;
             }
         }
