@@ -246,13 +246,17 @@ impl Grid {
             let first = block * self.block_words();
             let last = first + self.block_words() - 1;
             for (run, w) in w.chunks_exact(self.run()).enumerate() {
-                let error = |index: &usize| -> f32 {
-                    let four = &self.magnitudes()[index * self.run() / 4..][..self.run() / 4];
-                    let each = four.iter().flat_map(|four| four.to_le_bytes());
-                    w.iter().zip(each).map(|(w, magnitude)| (w.abs() - f32::from(magnitude)).powi(2)).sum()
+                let magnitudes: [f32; 8] = std::array::from_fn(|i| w.get(i).map_or(0.0, |w| w.abs()));
+                let error = |index: &[u32]| -> f32 {
+                    let fours = index.iter().zip(magnitudes.chunks_exact(4));
+                    let of_four = |(four, w): (&u32, &[f32])| -> f32 {
+                        let codes = four.to_le_bytes();
+                        (0..4).map(|i| (w[i] - f32::from(codes[i])).powi(2)).sum()
+                    };
+                    fours.map(of_four).sum()
                 };
-                let indices = self.magnitudes().len() * 4 / self.run();
-                let index = (0..indices).min_by(|a, b| error(a).total_cmp(&error(b))).unwrap_or(0) as u32;
+                let all = self.magnitudes().chunks_exact(self.run() / 4).map(error).zip(0u32..);
+                let (_, index) = all.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or_default();
                 words[first + run / 4] |= (index & 0xff) << (8 * (run % 4));
                 if self.upper_bits() > 0 {
                     let (at, lowest) = self.upper_at(block);
