@@ -12,7 +12,7 @@ pub enum Error {
     #[error(transparent)]
     Cache(#[from] moebius_cache::Error),
     /// A file operation failed.
-    #[error("{path}: {source}", path = path.display())]
+    #[error("{}", moebius_cache::said_of_file(path, source))]
     Io {
         /// The file or directory.
         path: PathBuf,

@@ -66,8 +66,9 @@ pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf> {
         };
     }
     if !is_hub_id(model) {
+        let kind = if path.extension().is_some_and(|e| e == "gguf") { "file" } else { "directory" };
         return Err(Error::Invalid(format!(
-            "there is no directory {model}: a model is `{}`, a directory, a GGUF file, or a hub id such as \
+            "there is no {kind} {model}: a model is `{}`, a directory, a GGUF file, or a hub id such as \
              Qwen/Qwen3-30B-A3B",
             demo::NAME
         )));

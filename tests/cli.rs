@@ -115,6 +115,10 @@ fn wrong_usage_exits_with_2() {
 fn models_that_are_not_there() {
     assert!(failure(&["generate", "no-such-model", "x"]).contains("there is no directory no-such-model"));
     assert!(failure(&["generate", "./nowhere", "x"]).contains("there is no directory ./nowhere"));
+    assert!(failure(&["generate", "nowhere.gguf", "x"]).contains("there is no file nowhere.gguf"));
+    assert!(failure(&["generate", "demo", "--file", "nowhere"]).contains("there is no nowhere: check the name"));
+    // The model is looked for before anything is measured.
+    assert!(failure(&["doctor", "no-such-model"]).contains("there is no directory no-such-model"));
     let offline = failure(&["generate", "org/name", "x"]);
     assert!(offline.contains("http://127.0.0.1:1") && offline.contains("directory"), "{offline}");
 

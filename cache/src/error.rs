@@ -9,7 +9,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused a file operation.
-    #[error("{path}: {source}", path = path.display())]
+    #[error("{}", said_of_file(path, source))]
     Io {
         /// The file or directory.
         path: PathBuf,
@@ -50,6 +50,14 @@ impl Error {
     pub fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
         let path = path.to_path_buf();
         move |source| Error::Io { path, source }
+    }
+}
+
+/// What the system said of a file; of one that is missing, which is most often a wrong name, what to do.
+pub fn said_of_file(path: &Path, source: &std::io::Error) -> String {
+    match source.kind() {
+        std::io::ErrorKind::NotFound => format!("there is no {}: check the name", path.display()),
+        _ => format!("{}: {source}", path.display()),
     }
 }
 

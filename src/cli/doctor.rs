@@ -9,6 +9,7 @@ use crate::machine::topology::Topology;
 use crate::{Result, hub, load};
 
 use super::print_line;
+use super::terminal::Status;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -25,12 +26,18 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     let cache_dir = load::cache_dir(&EngineConfig { cache_dir: args.cache_dir, ..EngineConfig::default() })?;
+    // First, because measuring takes seconds.
+    let of_model = match &args.model {
+        Some(model) => doctor::examine_model(model, &hub::resolve(model, &cache_dir)?)?,
+        None => Vec::new(),
+    };
     let topology = Topology::read();
+    let status = Status::new();
+    status.report("measuring how fast RAM is read", 0, 0, false);
     let mut findings =
         doctor::examine(&topology, &cache_dir, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize));
-    if let Some(model) = &args.model {
-        findings.extend(doctor::examine_model(model, &hub::resolve(model, &cache_dir)?)?);
-    }
+    drop(status);
+    findings.extend(of_model);
     if args.json {
         return print_line(&serde_json::to_string(&findings).expect("findings are strings"));
     }
