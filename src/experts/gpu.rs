@@ -72,7 +72,7 @@ use residents::Residents;
 use ring::Ring;
 use together::{Together, Turn};
 
-/// Tokens up to which experts in VRAM are multiplied as they are read, once for each token; sorted and in tiles beyond.
+/// Tokens up to which experts in VRAM are multiplied as they are read, each once; sorted and in tiles beyond.
 /// Measured on an H200.
 const FEW_TOKENS: usize = 4;
 

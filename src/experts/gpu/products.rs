@@ -1,5 +1,5 @@
-//! Products of experts that are in VRAM, for good or in passing: as they are read, once for each token, or sorted by
-//! expert and in tiles (kernels/experts_gemv.cu, experts_sort.cu, experts_gemm.cu).
+//! Products of experts that are in VRAM, for good or in passing: as they are read, or sorted by expert and in tiles
+//! (kernels/experts_gemv.cu, experts_sort.cu, experts_gemm.cu).
 
 use std::sync::Arc;
 
