@@ -33,11 +33,13 @@ $(EMULATOR)/%.o: kernels/emulator/%.cc kernels/emulator/device.h kernels/emulato
 kernels:
 	scripts/kernel-resources
 
-# libFuzzer itself is not compiled: nothing is linked.
+# Fuzz targets take the workspace's versions, most of which are checked by then. libFuzzer itself is not compiled:
+# nothing is linked.
 lint:
 	scripts/same-features
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	cp Cargo.lock fuzz/
 	CUSTOM_LIBFUZZER_PATH=none/libfuzzer.a cargo check --manifest-path fuzz/Cargo.toml --target-dir target
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 	$(MAKE) $(PYTHON)/maturin || true
