@@ -347,7 +347,8 @@ fn as_many_gpus_as_are_fastest() {
     let said = demo("moe-gqa", &config).device.unwrap();
     for text in [&planned, &said] {
         assert!(text.contains(&format!("of {} GPUs: ", gpus())), "{text}");
-        for way in ["cuda:0 alone: ", "a share on each of cuda:0,1: "] {
+        // Which of them alone is measured, and on the emulator any may be the fastest.
+        for way in [" alone: ", "a share on each of cuda:0,1: "] {
             assert!(text.contains(way), "{way}: {text}");
         }
     }
