@@ -224,14 +224,11 @@ fn every_place_of_a_grid_has_equal_bits() {
         weights[layout.scale_bytes()..].fill_with(|| random.next() as u8);
         for n in [1, 2, 3, 4, 5, 6, 11] {
             let x = random.normals(n * layout.k);
-            each(|kernel, scalar| {
-                let run = |kernel: &dyn Kernel| {
-                    let x = prepare(kernel, &layout, &x);
-                    let mut out = vec![0.0; n * layout.n];
-                    kernel.matmul(&layout, &weights[..].into(), &x.rows(0..n), Start::Zero, &mut out);
-                    bits(&out)
-                };
-                assert_eq!(run(kernel), run(scalar), "{precision}, {n} tokens");
+            equal(|kernel| {
+                let x = prepare(kernel, &layout, &x);
+                let mut out = vec![0.0; n * layout.n];
+                kernel.matmul(&layout, &weights[..].into(), &x.rows(0..n), Start::Zero, &mut out);
+                bits(&out)
             });
         }
     }
