@@ -81,7 +81,7 @@ impl Products {
         })
     }
 
-    /// `h` of few tokens, by the experts in `table`.
+    /// `h` of few tokens, weighted, by the experts in `table`.
     pub(super) fn few_gate_up(&self, stream: &CudaStream, table: Address<u64>, x: Address<bf16>, choices: Choices) {
         let Choices { layer, tokens, top_k, ids, weights } = choices;
         let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
@@ -92,7 +92,7 @@ impl Products {
             kernels.packing, self.epilogue.of(layer));
     }
 
-    /// Adds the products of `h` with `down`, weighted, to `out`.
+    /// Adds the products of that `h` with `down` to `out`.
     pub(super) fn few_down(&self, stream: &CudaStream, table: Address<u64>, choices: Choices, out: Address<f32>) {
         let Choices { layer, tokens, top_k, ids, weights } = choices;
         let (hidden, intermediate) = (self.layout.gate.k, self.layout.down.k);
