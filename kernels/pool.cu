@@ -3,8 +3,10 @@
 //   admit        copies the runs of a ring from the last one that was copied up to the `limit`-th, then says so in
 //                `done`
 //   admit_limit  brings the host's count of runs to `limit`
-//   take_table   copies the host's table of where experts are, if `version` says that it is another one than was taken
-//                last, and says in `taken` which. The host does not write it until it has been taken
+//   take_table   begins a pass: makes a table of addresses of the host's places of experts, if `version` says that
+//                these are others than were taken last, and says in `taken` which. The host does not write them until
+//                they have been taken. Of several ranks the first one says to the others from which pass on all take
+//                them
 //
 // An entry of the ring is some runs of bytes at equal distances. It has 4 words of 64 bits: where the first goes, where
 // it lies; bytes of a run and how many, distances here and there, of 32 bits each. All are multiples of 16 but the
@@ -63,19 +65,49 @@ KERNEL(admit_limit, 32, 0, const uint32_t* sent, uint32_t* limit) {
 
 constexpr int TABLE_THREADS = 1024;
 
-// staged, table [entries]; own: what was taken last, as the device counts.
-KERNEL(take_table, TABLE_THREADS, 0, const uint64_t* staged, uint64_t* table, int entries, const uint32_t* version,
-    uint32_t* own, uint32_t* taken) {
+// What ranks agree on, in memory that all map.
+struct Agreed {
+    uint32_t* version; // of the places that all take
+    uint32_t* from;    // the pass from which on
+    uint32_t* begun;   // passes that the first rank has begun; null: there is one rank
+    int is_first;
+};
+
+// What to take in a pass. The first rank writes `from` before the version that it is of, and no other version until all
+// have taken that one: who finds it early waits for its pass.
+__device__ uint32_t version_of_pass(const Agreed& agreed, const uint32_t* version, uint32_t own, uint32_t pass) {
+    if (!agreed.begun) return load_acquire_system(version);
+    if (agreed.is_first) {
+        const uint32_t newest = load_acquire_system(version);
+        if (newest != own) {
+            store_release_system(agreed.from, pass);
+            store_release_system(agreed.version, newest);
+        }
+        store_release_system(agreed.begun, pass);
+        return newest;
+    }
+    while ((int)(load_acquire_system(agreed.begun) - pass) < 0) pause_ns(40);
+    const uint32_t newest = load_acquire_system(agreed.version);
+    return newest != own && (int)(load_acquire_system(agreed.from) - pass) > 0 ? own : newest;
+}
+
+// places, table [entries]: the slot of each expert and 1, and its address; 0: in RAM. slots: where each begins. own [2]:
+// what was taken last, and passes, as the device counts.
+KERNEL(take_table, TABLE_THREADS, 0, const uint64_t* places, const uint64_t* slots, uint64_t* table, int entries,
+    const uint32_t* version, uint32_t* own, uint32_t* taken, const __grid_constant__ Agreed agreed) {
     begin_kernel();
     __shared__ uint32_t newest;
-    if (threadIdx.x == 0) newest = load_acquire_system(version);
+    if (threadIdx.x == 0) newest = version_of_pass(agreed, version, own[0], ++own[1]);
     __syncthreads();
-    if (newest == *own) return;
+    if (newest == own[0]) return;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < entries; i += TABLE_THREADS) table[i] = load_relaxed_system(staged + i);
+    for (int i = threadIdx.x; i < entries; i += TABLE_THREADS) {
+        const uint64_t place = load_relaxed_system(places + i);
+        table[i] = place ? slots[place - 1] : 0;
+    }
     __syncthreads();
     if (threadIdx.x > 0) return;
     __threadfence_system();
-    *own = newest;
+    own[0] = newest;
     store_release_system(taken, newest);
 }

@@ -4,10 +4,11 @@
 //   publish_rows  writes the tokens' hidden states as they are, and their routing, into mapped pinned memory, counts
 //                 the slot up, and takes the next place in a ring of records that the CPU reads in order. What experts
 //                 in VRAM need stays on the device (`HeldRows`): their ids reach the host as ~id, those of no expert
-//                 as num_ids
+//                 as num_ids. Where `ring` is null, nothing reaches the host
 //   fetch_rows    waits for the host to bring `up` to the slot's count, then copies what it wrote, after adding `here`
-//                 to it if that is not null: then all is bf16 and `here` f32. `sent`, if not null, is a number of the
-//                 host's that it brings to `limit`, for kernels that follow
+//                 to it if that is not null: then all is bf16 and `here` f32. Where `host_y` is null, the host was
+//                 given nothing. `sent`, if not null, is a number of the host's that it brings to `limit`, for kernels
+//                 that follow
 //   take_choices  writes for experts on the device which expert each id means, -1 for none, and the weights
 //
 // A record has RECORD_WORDS words:
@@ -51,7 +52,7 @@ KERNEL(publish_rows, STREAM_THREADS, 0, const uint4* x, const int* ids, const fl
     const int first = blockIdx.x * STREAM_THREADS + threadIdx.x, step = gridDim.x * STREAM_THREADS;
     for (int i = first; i < x_words; i += step) {
         const uint4 row = x[i];
-        host_x[i] = row;
+        if (ring) host_x[i] = row;
         if (held.table) held.x[i] = row, held.sum[2 * i] = held.sum[2 * i + 1] = make_uint4(0, 0, 0, 0);
     }
     for (int i = first; i < choices; i += step) {
@@ -62,9 +63,9 @@ KERNEL(publish_rows, STREAM_THREADS, 0, const uint4* x, const int* ids, const fl
             held.weights[i] = weights[i];
             id = expert < 0 ? held.num_ids : held.table[expert] ? ~id : id;
         }
-        host_ids[i] = id;
-        host_weights[i] = weights[i];
+        if (ring) host_ids[i] = id, host_weights[i] = weights[i];
     }
+    if (!ring) return;
     __threadfence_system();
     __syncthreads();
     // The last block to come says that all is there.
@@ -92,13 +93,13 @@ __device__ __forceinline__ uint32_t add_bf16(uint32_t pair, float low, float hig
 KERNEL(fetch_rows, STREAM_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y,
     const float4* here, uint4* out, int words, const uint32_t* sent, uint32_t* limit) {
     begin_kernel();
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0 && host_y)
         while ((int)(load_acquire_system(up) - *count) < 0) pause_ns(40);
     __syncthreads();
     // While the others read.
     if (sent && blockIdx.x == 0 && threadIdx.x == STREAM_THREADS - 1) *limit = load_acquire_system(sent);
     for (int i = blockIdx.x * STREAM_THREADS + threadIdx.x; i < words; i += gridDim.x * STREAM_THREADS) {
-        uint4 y = load_uncached(host_y + i);
+        uint4 y = host_y ? load_uncached(host_y + i) : make_uint4(0, 0, 0, 0);
         if (here) {
             const float4 a = here[2 * i], b = here[2 * i + 1];
             y = make_uint4(

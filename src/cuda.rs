@@ -39,7 +39,7 @@ use crate::{Error, Result};
 pub use graph::Graph;
 pub use kernels::Kernels;
 pub(crate) use kernels::launch;
-pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered, Runs, TensorMap};
+pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered, Runs, SharedMemory, TensorMap};
 pub(crate) use rank::MAX_RANKS;
 pub use rank::Rank;
 pub use stream::{CudaEvent, CudaStream};

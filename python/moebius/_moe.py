@@ -46,6 +46,11 @@ class MoE:
     into a CUDA graph. Later work on that stream may overwrite the arrays given to ``submit_forward``. Graphs that were
     recorded on the same stream must not run at the same time.
 
+    An engine with several GPUs may give all of them the same batches and add what they return. Then each is a rank, with
+    a :class:`MoE` of its own, usually in a process of its own. With :meth:`compute_prompts` and :meth:`hold_experts`
+    every GPU computes its part of the experts' width. All cores of the processor compute the other experts, once, for
+    the first rank. What a rank does not compute is zeros. All ranks map one copy of the experts.
+
     Args:
         model: a folder in the Hugging Face layout, a GGUF file, a Hugging Face id, or a Moebius cache file. Its experts
             must have no biases. The first use converts the experts.
@@ -58,7 +63,10 @@ class MoE:
         precision: ``auto`` (the precision of a quantized checkpoint, int4 for others), ``bf16``, ``int8`` or ``int4``.
         group_size: number of weights that share a scale.
         cache_dir: directory of converted experts; ``~/.cache/moebius`` by default.
-        threads: workers of the whole process; the first caller decides. Maximum and default: the physical cores.
+        threads: workers of the whole process; the first caller decides. Maximum and default: the physical cores. Ranks
+            other than the first have one.
+        rank: this one's number among the ranks.
+        ranks: how many there are.
         load: read the layer and verify its checksums now. Otherwise :meth:`load_weights` does, or each expert's first
             use.
 
@@ -79,6 +87,8 @@ class MoE:
         group_size: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         threads: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
         load: bool = True,
     ) -> None:
         if num_gpu_experts is not None and gpu_experts_mask is not None:
@@ -91,6 +101,8 @@ class MoE:
             group_size=group_size,
             cache_dir=None if cache_dir is None else os.fspath(cache_dir),
             threads=threads,
+            rank=rank,
+            ranks=ranks,
             report=log.info,
         )
         self.layer = layer
@@ -136,12 +148,18 @@ class MoE:
         return self._layer.precision
 
     @property
+    def is_divided(self) -> bool:
+        """Whether GPUs compute parts of an expert. Where there are more ranks than its width can be cut into, the first
+        one's GPU computes whole experts, and the others none."""
+        return self._layer.is_divided
+
+    @property
     def threads(self) -> int:
         """Number of workers."""
         return self._layer.threads
 
     def load_weights(self, physical_to_logical_map: Any = None) -> None:
-        """Reads the layer and verifies its checksums.
+        """Reads the layer and verifies its checksums, which the first rank does for all.
 
         ``physical_to_logical_map``: integers ``[ids]`` on the CPU, the expert of each id; by default the id itself.
         """
@@ -191,10 +209,20 @@ class MoE:
 
         Memory of the device is taken now: for ``tokens`` tokens of ``top_k`` experts at once, and ``ring_bytes`` that
         experts pass through. Calls after the first do nothing.
+
+        Of several ranks, all must be given the same numbers. Each brings its part of every expert over its own link.
         """
         self._layer.compute_prompts(device, from_tokens, tokens, top_k, ring_bytes)
 
-    def hold_experts(self, device: int, *, pool_bytes: int, tokens: int = 512, top_k: int) -> int:
+    def hold_experts(
+        self,
+        device: int,
+        *,
+        pool_bytes: int,
+        tokens: int = 512,
+        top_k: int,
+        pool: str | os.PathLike[str] | None = None,
+    ) -> int:
         """Lets CUDA device ``device`` hold experts of the model in ``pool_bytes`` of its memory, and compute them there
         while the CPU computes the others, in this layer's batches of up to ``tokens`` tokens in bfloat16, recorded into
         graphs or not. What it holds follows the text: experts that are missed come in beside the layers that follow,
@@ -204,14 +232,23 @@ class MoE:
         takes the memory, and some more for the batches. From then on the layer's ``gpu_experts_mask`` must not change,
         and batches of the model must not run at the same time on two streams. Returns how many experts of each layer
         have room.
+
+        Of several ranks, all must be given the same numbers, and run the same batches in the same order. Each holds its
+        part of the same experts. The first one is called first, and its :meth:`pool` is given to the others.
         """
-        self._layer.hold_experts(device, pool_bytes, tokens, top_k)
+        self._layer.hold_experts(device, pool_bytes, tokens, top_k, pool)
         held = self._layer.held(device)
         return held[0] if held else 0
 
+    def pool(self, device: int) -> str | None:
+        """What the first rank's :meth:`hold_experts` has made for those of the others. None: there are no others, or
+        experts are not divided."""
+        pool = self._layer.pool(device)
+        return None if pool is None else str(pool)
+
     def held_experts(self, device: int) -> tuple[int, int, int] | None:
         """How many experts of each layer ``device`` has room for; and how often one that it held was chosen since, and
-        another. None: it holds none."""
+        another, as the first rank counts. None: it holds none."""
         return self._layer.held(device)
 
     def expert_weights(

@@ -22,10 +22,10 @@ The flags and their meaning here:
     ``MOE_INT8`` mean INT8, ``MOE_INT4`` INT4 and ``BF16`` BF16.
 ``--kt-gpu-prefill-token-threshold N``
     Batches of N tokens or more are computed on the GPU: the CPU's experts cross PCIe, layer by layer. Default: 512.
-    0: never. This takes 1 GiB of the GPU's memory for experts, and more for the tokens of a chunk. It needs a model in
+    0: never. This takes 1 GiB of each GPU's memory for experts, and more for the tokens of a chunk. It needs a model in
     bfloat16.
 ``--kt-gpu-pool-gib G``
-    So many GiB of the GPU's memory hold experts for decode, of all layers together, and Moebius computes them there.
+    So many GiB of each GPU's memory hold experts for decode, of all layers together, and Moebius computes them there.
     Which ones follows the text: experts that are missed come in, those that were least useful go. Together with
     ``--kt-num-gpu-experts 1`` this takes the place of a fixed share of the experts on the GPU. Default: 0, none. The
     memory is taken before SGLang measures what is left for its KV cache. It needs a model in bfloat16.
@@ -44,6 +44,11 @@ The flags and their meaning here:
 ``--numa-node``
     Binds the process and Moebius's workers. Without it, SGLang's own binding to the GPU's NUMA node is left out, so
     that all nodes compute.
+
+With tensor parallelism (``--tp-size N``) in one machine, every GPU computes its part of the width of Moebius's experts:
+those of prompts cross N links, and the pools of N GPUs hold N times as many. The first rank's process computes the
+CPU's experts for all, with all cores. With expert parallelism, attention that is data parallel, or several machines,
+the first rank alone computes Moebius's experts. See :func:`place`.
 
 Draft models compute their own experts on the GPU. Rows that pad a CUDA graph are no tokens to the CPU.
 
@@ -90,7 +95,7 @@ FLAGS = {
     "--kt-gpu-pool-gib": (
         float,
         POOL,
-        "[moebius] GiB of the GPU's memory that hold experts for decode, which follow the text. Default: 0.",
+        "[moebius] GiB of each GPU's memory that hold experts for decode, which follow the text. Default: 0.",
     ),
 }
 
@@ -103,12 +108,47 @@ def _say_once(level: int, text: str) -> None:
         log.log(level, text)
 
 
+def _from_tokens() -> int:
+    return int(os.environ.get(THRESHOLD) or 512)
+
+
+def _pool_bytes() -> int:
+    return int(float(os.environ.get(POOL) or 0) * 2**30)
+
+
+def _from_first(value: str | None) -> str | None:
+    """What the first of SGLang's tensor parallel ranks gives. All of them call this."""
+    from sglang.srt.distributed import get_tp_group  # type: ignore[import-not-found,unused-ignore]
+
+    return get_tp_group().broadcast_object(value, src=0)  # type: ignore[no-any-return,unused-ignore]
+
+
+def place(parallel: Any) -> tuple[int, int]:
+    """This process's rank among those whose GPUs divide Moebius's experts, and how many there are. ``parallel``: SGLang's
+    ``get_parallel()``.
+
+    They are the tensor parallel ranks of one machine, if all are given the same tokens and SGLang adds what all return.
+    Otherwise it is (0, 1), and only SGLang's first rank computes.
+    """
+    import torch  # type: ignore[import-not-found,unused-ignore]
+
+    other_ways = [parallel.moe_ep_size, parallel.moe_dp_size, parallel.attn_dp_size, parallel.attn_cp_size]
+    if parallel.tp_size == 1 or max(other_ways) > 1 or parallel.nnodes > 1 or parallel.moe_tp_size != parallel.tp_size:
+        return 0, 1
+    if not torch.cuda.is_available() or (_from_tokens() <= 0 and _pool_bytes() <= 0):
+        return 0, 1
+    return parallel.tp_rank, parallel.tp_size
+
+
 class KTMoEWrapper(MoE):
     """:class:`moebius.MoE` with the interface of SGLang and of KTransformers' fork, which pass ``num_gpu_experts`` or
     ``gpu_experts_mask``.
 
     Ignores unknown keywords with one warning.
     """
+
+    #: This process's rank, and how many there are: what :func:`place` says, once a method was made.
+    place = (0, 1)
 
     def __init__(
         self,
@@ -140,7 +180,16 @@ class KTMoEWrapper(MoE):
             _say_once(logging.WARNING, f"KTMoEWrapper ignores unknown arguments: {', '.join(sorted(unknown))}")
         # Now, not when the plugin is loaded: SGLang configures its log in between.
         _say_once(logging.INFO, f"moebius {version('moebius')} computes the experts of {weight_path}")
-        super().__init__(weight_path, layer_idx, precision=METHODS[method], threads=cpuinfer_threads, load=False)
+        rank, ranks = self.place
+        super().__init__(
+            weight_path,
+            layer_idx,
+            precision=METHODS[method],
+            threads=cpuinfer_threads,
+            rank=rank,
+            ranks=ranks,
+            load=False,
+        )
         for what, given, own in [
             ("hidden_size", hidden_size, self.hidden_size),
             ("moe_intermediate_size", moe_intermediate_size, self.intermediate_size),
@@ -168,15 +217,23 @@ class KTMoEWrapper(MoE):
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_available():
             return
+        (rank, ranks), device = self.place, torch.cuda.current_device()
+        if ranks > 1 and rank == 0 and not self.is_divided:
+            text = f"experts of width {self.intermediate_size} cannot be divided by {ranks}: the first GPU computes them"
+            _say_once(logging.WARNING, text)
+        gpus = f"{ranks} GPUs, a part of each expert on each" if self.is_divided else "the GPU"
         # Before SGLang measures what memory is left for its KV cache.
-        device, from_tokens = torch.cuda.current_device(), int(os.environ.get(THRESHOLD) or 512)
-        if from_tokens > 0:
+        if (from_tokens := _from_tokens()) > 0:
             self.compute_prompts(device, from_tokens=from_tokens, **self._prompts)
-            _say_once(logging.INFO, f"prompts of {from_tokens} tokens or more are computed on the GPU")
-        pool_bytes = int(float(os.environ.get(POOL) or 0) * 2**30)
-        if pool_bytes > 0:
-            held = self.hold_experts(device, pool_bytes=pool_bytes, top_k=self._prompts["top_k"])
-            _say_once(logging.INFO, f"the GPU holds {held} of {self.num_experts} experts of each layer for decode")
+            _say_once(logging.INFO, f"prompts of {from_tokens} tokens or more are computed on {gpus}")
+        if (pool_bytes := _pool_bytes()) > 0:
+            sizes = dict(pool_bytes=pool_bytes, top_k=self._prompts["top_k"])
+            pool = _from_first(None) if rank > 0 else None
+            held = self.hold_experts(device, pool=pool, **sizes)
+            if rank == 0 and ranks > 1:
+                _from_first(self.pool(device))
+            text = f"{held} of {self.num_experts} experts of each layer are held for decode on {gpus}"
+            _say_once(logging.INFO, text)
 
 
 class _OfNoMethod:
@@ -184,7 +241,7 @@ class _OfNoMethod:
 
 
 def method_class(kt_ep_wrapper: Any) -> type:
-    """SGLang's own ``KTEPWrapperMethod`` with the experts' sum scaled once.
+    """SGLang's own ``KTEPWrapperMethod`` with the experts' sum scaled once, on all ranks that :func:`place` counts.
 
     SGLang's GPU methods return the sum times ``routed_scaling_factor``, unless the router's weights already include it.
     The CPU's part lacks the factor. So SGLang's DeepSeek multiplies the merged sum once more, and thus the GPU's part
@@ -193,6 +250,12 @@ def method_class(kt_ep_wrapper: Any) -> type:
     """
 
     class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):  # type: ignore[misc]
+        def __init__(self, gpu_method: Any, kt_config: Any) -> None:
+            super().__init__(gpu_method, kt_config)
+            KTMoEWrapper.place = place(kt_ep_wrapper.get_parallel())
+            if KTMoEWrapper.place[1] > 1:
+                self.tp_rank = 0  # SGLang's method makes and asks a wrapper of the first rank alone
+
         def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
             super().create_moe_runner(layer, moe_runner_config)
             self._scaled_layer = layer

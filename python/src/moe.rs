@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use moebius::config::{Device, EngineConfig, ExpertBits};
+use moebius::config::{Device, EngineConfig, ExpertBits, ExpertsMemory};
 use moebius::experts::gpu::held::HeldSizes;
 use moebius::experts::gpu::prompts::PromptSizes;
 use moebius::experts::service::{DeviceTokens, Tokens};
@@ -17,6 +17,7 @@ use moebius::hub;
 use moebius::load::experts::{ExpertArrays, is_cache_file, open_experts, pack_experts};
 use moebius::load::{self, LoadProgress, Machine};
 use moebius::machine::topology::Topology;
+use moebius::model::Share;
 use moebius_cache::pack::unpack_expert;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
@@ -143,7 +144,7 @@ impl ExpertLayer {
     /// A layer of `model` (a folder, GGUF file, Hugging Face id or cache file) or of `weights` (three arrays).
     #[new]
     #[pyo3(signature = (model, layer, *, weights=None, precision=None, group_size=None, cache_dir=None, threads=None,
-        report=None))]
+        rank=0, ranks=1, report=None))]
     #[allow(clippy::too_many_arguments)] // keywords
     fn new(
         py: Python<'_>,
@@ -154,14 +155,22 @@ impl ExpertLayer {
         group_size: Option<usize>,
         cache_dir: Option<PathBuf>,
         threads: Option<usize>,
+        rank: usize,
+        ranks: usize,
         report: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
+        if rank >= ranks {
+            return Err(PyValueError::new_err(format!("rank {rank} of {ranks}: expected 0 to {}", ranks.max(1) - 1)));
+        }
         let unknown = |why: String| PyValueError::new_err(format!("precision {why}"));
         let config = EngineConfig {
             experts: precision.map_or(Ok(ExpertBits::Auto), str::parse).map_err(unknown)?,
             group_size,
             cache_dir,
-            threads,
+            // Other ranks' processors compute nothing.
+            threads: if rank == 0 { threads } else { Some(1) },
+            // A copy would be one in each process.
+            experts_memory: if ranks == 1 { ExpertsMemory::default() } else { ExpertsMemory::Map },
             device: Device::Cpu,
             ..Default::default()
         };
@@ -200,7 +209,7 @@ impl ExpertLayer {
                 layers.last()
             ))
         })?;
-        let layer = Arc::new(ServedLayer::new(service.clone(), index));
+        let layer = Arc::new(ServedLayer::new(service.clone(), index, Share { rank, of: ranks }));
         Ok(Self { layer, index, known: Mutex::default(), under_way: Mutex::default() })
     }
 
@@ -234,6 +243,12 @@ impl ExpertLayer {
         self.cache().header().precision.to_string()
     }
 
+    /// Whether the width of an expert can be divided by the ranks.
+    #[getter]
+    fn is_divided(&self) -> bool {
+        self.layer.device_share().is_some_and(|share| !share.is_whole())
+    }
+
     /// Number of workers.
     #[getter]
     fn threads(&self) -> usize {
@@ -263,14 +278,28 @@ impl ExpertLayer {
         ring_bytes: usize,
     ) -> PyResult<()> {
         let (service, sizes) = (self.layer.service(), PromptSizes { from_tokens, tokens, top_k, ring_bytes });
-        py.detach(|| port(device, service)?.compute_prompts(service, sizes)).map_err(exception)
+        py.detach(|| port(device, service)?.compute_prompts(&self.layer, sizes)).map_err(exception)
     }
 
     /// Lets a CUDA device hold experts of the model in `pool_bytes` of its memory, for batches of up to `tokens`
-    /// tokens.
-    fn hold_experts(&self, py: Python<'_>, device: i32, pool_bytes: u64, tokens: usize, top_k: usize) -> PyResult<()> {
-        let sizes = HeldSizes { pool_bytes, tokens, top_k };
-        py.detach(|| port(device, self.layer.service())?.hold_experts(&self.layer, sizes)).map_err(exception)
+    /// tokens. `pool`: the first rank's, for another.
+    #[pyo3(signature = (device, pool_bytes, tokens, top_k, pool=None))]
+    fn hold_experts(
+        &self,
+        py: Python<'_>,
+        device: i32,
+        pool_bytes: u64,
+        tokens: usize,
+        top_k: usize,
+        pool: Option<PathBuf>,
+    ) -> PyResult<()> {
+        let (service, sizes) = (self.layer.service(), HeldSizes { pool_bytes, tokens, top_k });
+        py.detach(|| port(device, service)?.hold_experts(&self.layer, sizes, pool.as_deref())).map_err(exception)
+    }
+
+    /// What the first rank's others are given to hold the same experts; `None`: there are none.
+    fn pool(&self, py: Python<'_>, device: i32) -> PyResult<Option<PathBuf>> {
+        py.detach(|| port(device, self.layer.service()).map(|port| port.pool(&self.layer))).map_err(exception)
     }
 
     /// Experts of each layer that a device holds, choices of such experts and of others; `None`: it holds none.

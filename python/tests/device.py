@@ -36,14 +36,15 @@ CODES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "int32": (
 class Driver:
     """A device that is opened through libcuda."""
 
-    def __init__(self, library):
+    def __init__(self, library, device=0):
         self.cuda = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        self.context = ctypes.c_void_p()
+        self.context, self.device = ctypes.c_void_p(), device
         self("cuInit", 0)
-        self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), 0)
-        self("cuCtxSetCurrent", self.context)
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
 
     def __call__(self, name, *arguments):
+        if self.context:
+            self.cuda.cuCtxSetCurrent(self.context)
         error = getattr(self.cuda, name)(*arguments)
         assert error == 0, f"{name}: error {error}"
 
@@ -81,7 +82,7 @@ class Array:
         driver("cuMemAlloc_v2", ctypes.byref(self.pointer), ctypes.c_size_t(self.bytes))
         self._shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
         code, bits = CODES[kind]
-        tensor = DLTensor(self.pointer.value, 2, 0, len(self.shape), code, bits, 1, self._shape, None, 0)
+        tensor = DLTensor(self.pointer.value, 2, driver.device, len(self.shape), code, bits, 1, self._shape, None, 0)
         self._managed = Managed(tensor, None, None)
         self.write(values, None)
         driver.synchronize(None)
@@ -115,7 +116,7 @@ class Array:
         return values
 
     def __dlpack_device__(self):
-        return 2, 0
+        return 2, self.driver.device
 
     def __dlpack__(self, *, stream=None):
         assert stream == -1, "whoever takes this works on the caller's stream, and waits for nothing"

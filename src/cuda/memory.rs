@@ -2,14 +2,18 @@
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
+use std::fs::File;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use bytemuck::Pod;
 use cudarc::driver::sys;
+use memmap2::{MmapOptions, MmapRaw};
 
 use super::{Cuda, CudaStream, succeed};
 use crate::{Error, Result};
@@ -242,11 +246,70 @@ impl Cuda {
     }
 }
 
+/// Host memory that several processes map, cut into pieces in an order that all keep. It ends with the last of them.
+pub struct SharedMemory {
+    file: File,
+    used: u64,   // bytes, of the pieces so far
+    grows: bool, // of who made it: as long as its pieces
+    path: PathBuf,
+}
+
+impl SharedMemory {
+    /// Nothing yet. Errors: `Error::Resources`.
+    pub fn new() -> Result<Self> {
+        // SAFETY: the name ends with a zero.
+        let number = unsafe { libc::memfd_create(c"moebius".as_ptr(), libc::MFD_CLOEXEC) };
+        if number < 0 {
+            let why = std::io::Error::last_os_error();
+            return Err(Error::Resources(format!("memory that processes share could not be had: {why}")));
+        }
+        // SAFETY: a new descriptor, which nobody else closes.
+        let file = unsafe { File::from_raw_fd(number) };
+        let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()).into();
+        Ok(Self { file, used: 0, grows: true, path })
+    }
+
+    /// What another process has made. Errors: `Error::Resources`.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::options().read(true).write(true).open(path).map_err(|e| {
+            Error::Resources(format!("{} of the first rank's process could not be opened: {e}", path.display()))
+        })?;
+        Ok(Self { file, used: 0, grows: false, path: path.into() })
+    }
+
+    /// By what others open it, while this lives.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Leaves out a piece that others use.
+    pub fn skip<T>(&mut self, len: usize) {
+        self.used += Self::pages::<T>(len);
+    }
+
+    /// Bytes of a piece: whole pages, because each is pinned alone.
+    fn pages<T>(len: usize) -> u64 {
+        ((len * size_of::<T>()) as u64).next_multiple_of(4096).max(4096)
+    }
+
+    fn take<T>(&mut self, len: usize) -> std::io::Result<MmapRaw> {
+        let (at, bytes) = (self.used, Self::pages::<T>(len));
+        self.used += bytes;
+        if self.grows {
+            self.file.set_len(self.used)?;
+        } else if self.file.metadata()?.len() < self.used {
+            return Err(std::io::Error::other("it was made for other sizes"));
+        }
+        MmapOptions::new().offset(at).len(bytes as usize).map_raw(&self.file)
+    }
+}
+
 /// Host memory that the device reads and writes directly. Zeros at first.
 pub struct PinnedBuffer<T> {
     host: *mut T,
     len: usize,
     address: Address<T>,
+    shared: Option<MmapRaw>, // with other processes
 }
 
 // SAFETY: plain numbers.
@@ -259,7 +322,7 @@ impl<T: Pod> PinnedBuffer<T> {
     pub fn new(cuda: &Arc<Cuda>, len: usize) -> Result<Self> {
         if cuda.is_plan() {
             cuda.pinned.fetch_add((len * size_of::<T>()) as u64, Relaxed);
-            return Ok(Self { host: ptr::NonNull::dangling().as_ptr(), len: 0, address: Address::NULL });
+            return Ok(Self { host: ptr::NonNull::dangling().as_ptr(), len: 0, address: Address::NULL, shared: None });
         }
         let bytes = (len * size_of::<T>()).max(64);
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
@@ -271,7 +334,26 @@ impl<T: Pod> PinnedBuffer<T> {
             ptr::write_bytes(host.cast::<u8>(), 0, bytes);
             succeed("pinning memory", sys::cuMemHostGetDevicePointer_v2(&mut address, host, 0))?;
         }
-        Ok(Self { host: host.cast(), len, address: Address(address, PhantomData) })
+        Ok(Self { host: host.cast(), len, address: Address(address, PhantomData), shared: None })
+    }
+
+    /// The next piece of memory that processes share: what one of them has written there. Errors: `Error::Resources`.
+    pub fn shared(memory: &mut SharedMemory, len: usize) -> Result<Self> {
+        let map = memory
+            .take::<T>(len)
+            .map_err(|e| Error::Resources(format!("{} could not be mapped: {e}", memory.path.display())))?;
+        let (host, mut address) = (map.as_mut_ptr(), 0);
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        // SAFETY: the map is as long as it says, and is unmapped after it is given up in `drop`; writes one number.
+        unsafe {
+            succeed("pinning shared memory", sys::cuMemHostRegister_v2(host.cast(), map.len(), flags))?;
+            let seen = sys::cuMemHostGetDevicePointer_v2(&mut address, host.cast(), 0);
+            if seen != sys::CUresult::CUDA_SUCCESS {
+                let _ = sys::cuMemHostUnregister(host.cast());
+                succeed("pinning shared memory", seen)?;
+            }
+        }
+        Ok(Self { host: host.cast(), len, address: Address(address, PhantomData), shared: Some(map) })
     }
 
     /// Where the device sees it.
@@ -307,10 +389,13 @@ impl<T> DerefMut for PinnedBuffer<T> {
 
 impl<T> Drop for PinnedBuffer<T> {
     fn drop(&mut self) {
-        if self.address.to_u64() != 0 {
-            // SAFETY: allocated by the driver.
-            let _ = unsafe { sys::cuMemFreeHost(self.host.cast()) };
+        if self.address.to_u64() == 0 {
+            return;
         }
+        let host = self.host.cast();
+        // SAFETY: registered, or allocated, by the driver.
+        let _ =
+            unsafe { if self.shared.is_some() { sys::cuMemHostUnregister(host) } else { sys::cuMemFreeHost(host) } };
     }
 }
 

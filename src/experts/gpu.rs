@@ -19,6 +19,7 @@
 //! residents    experts that live in VRAM, and the tables of their addresses
 //! ring         experts that pass through VRAM
 //! admissions   experts on their way into VRAM beside a step
+//! board        memory through which the ranks of a pool agree
 //! handoff      the CPU's part, through a mailbox
 //! learning     counts of chosen experts
 //! holder       another GPU that holds experts for this one
@@ -34,6 +35,7 @@
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
 
 mod admissions;
+mod board;
 mod epilogue;
 mod handoff;
 pub mod held;
@@ -51,7 +53,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::cost::CostModel;
-use super::pool::{LayerChoices, Pool};
+use super::pool::{Admission, LayerChoices, Pool};
 use super::popularity::Popularity;
 use super::residency::Residency;
 use super::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory, ExpertShape, FORESEEN_TOKENS, Traffic};
@@ -164,7 +166,7 @@ struct Buffers {
     ring: Ring,
     products: Products,
     handoff: Handoff,
-    admissions: admissions::Buffers,
+    admissions: (admissions::Road, admissions::Buffers),
 }
 
 impl Buffers {
@@ -183,7 +185,7 @@ impl Buffers {
             ring: Ring::new(cuda, shape, half)?,
             products: Products::new(cuda, shape, epilogue, sizes)?,
             handoff: Handoff::new(cuda, heap, shape, sizes)?,
-            admissions: admissions::Buffers::new(cuda, shape.layers())?,
+            admissions: (admissions::Road::new(cuda)?, admissions::Buffers::new(cuda, shape.layers())?),
         })
     }
 }
@@ -379,7 +381,7 @@ impl GpuExperts {
 
     /// Of the experts on their way, how many have come to all ranks.
     fn arrived(&self) -> usize {
-        let own = self.come + self.admissions.as_ref().map_or(0, Admissions::come);
+        let own = self.come + self.admissions.as_ref().map_or(0, |admissions| admissions.sender.come());
         self.together.come(own) - self.come
     }
 
@@ -389,13 +391,14 @@ impl GpuExperts {
         let before = pool.choices().hits;
         pool.chosen(LayerChoices { layer, ids, arrived }, |admission| {
             if let Some(admissions) = admissions {
-                admissions.send(parts, admission, residents.address(admission.slot));
+                let Admission { layer, expert, slot } = admission;
+                admissions.sender.send(parts, (layer, expert), residents.address(slot));
             }
         });
         if let Some(admissions) = admissions
-            && Admissions::ends_within(layer, pool.residency().layers())
+            && admissions::ends_within(layer, pool.residency().layers())
         {
-            admissions.show();
+            admissions.sender.show();
         }
         self.vram_bytes += (self.pool.choices().hits - before) * self.memory.cache().layout(layer).bytes() as u64;
     }
@@ -465,21 +468,21 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let admissions = self.admissions.as_ref().filter(|_| self.cuda.is_rehearsing());
         let is_last = layer + 1 == self.pool.residency().layers();
         if let (true, Some(admissions)) = (is_last && layer > 0, admissions) {
-            admissions.join(&self.cuda, &self.cuda.compute);
+            admissions.branch.join(&self.cuda, &self.cuda.compute);
         }
         for holder in &self.holders {
             holder.fetch(&self.cuda, (layer, tokens * out.cols()), out);
         }
         match (cpu, admissions) {
             (true, _) => {
-                let limit = admissions.map_or(Limit::NONE, |admissions| admissions.limit(layer));
+                let limit = admissions.map_or(Limit::NONE, |admissions| admissions.branch.limit(layer));
                 self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), limit, out);
             }
-            (false, Some(admissions)) => admissions.take_limit(&self.cuda, layer),
+            (false, Some(admissions)) => admissions.branch.take_limit(&self.cuda, layer),
             (false, None) => {}
         }
         if let (false, Some(admissions)) = (is_last, admissions) {
-            admissions.admit(&self.cuda, &self.cuda.compute, layer);
+            admissions.branch.admit(&self.cuda, &self.cuda.compute, layer);
         }
         if cpu && !self.cuda.is_recording() {
             let cpu = (&mut self.cpu, self.pool.residency());
@@ -531,7 +534,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     }
 
     fn between_passes(&mut self) -> Result<()> {
-        self.together.tell(self.come + self.admissions.as_ref().map_or(0, Admissions::come));
+        self.together.tell(self.come + self.admissions.as_ref().map_or(0, |admissions| admissions.sender.come()));
         let arrived = self.arrived();
         let taken_in = std::mem::take(&mut self.taken_in);
         let turn = self.together.turn(|| Turn { arrived, ..taken_in });
@@ -551,8 +554,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             _ => arrived,
         };
         if let Some(admissions) = &mut self.admissions {
-            admissions.take(arrived);
-            admissions.show();
+            admissions.sender.take(arrived);
+            admissions.sender.show();
         }
         self.come += arrived;
         self.pool.arrived(arrived);
@@ -572,7 +575,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     }
 
     fn traffic(&self) -> Traffic {
-        let admitted = self.admissions.as_ref().map_or(0, Admissions::copied_bytes);
+        let admitted = self.admissions.as_ref().map_or(0, |admissions| admissions.sender.copied_bytes());
         Traffic {
             link: self.ring.copied_bytes() + admitted,
             vram: self.vram_bytes,

@@ -16,6 +16,7 @@ use crate::backend::Routing;
 use crate::kernel::Kernel;
 use crate::machine::heap::Heap;
 use crate::machine::workers::Team;
+use crate::model::Share;
 use crate::{Error, Result};
 
 /// Tokens that are computed together, and pairs of a token and an expert.
@@ -170,9 +171,13 @@ impl ExpertService {
 pub type Skip = dyn Fn(usize) -> bool + Send + Sync;
 
 /// One layer of an [`ExpertService`], as another engine sees it.
+///
+/// An engine with several GPUs may give all of them the same tokens and add what they return. Then each is a rank: its
+/// GPU computes a part of the width of experts, and the first one adds what the CPU computes.
 pub struct ServedLayer {
     service: Arc<ExpertService>,
     index: usize, // among the layers with experts
+    rank: Share,
     loaded: AtomicBool,
     view: RwLock<IdView>,
 }
@@ -184,11 +189,27 @@ struct IdView {
 }
 
 impl ServedLayer {
-    /// Layer `index` among the service's; ids are the experts' own. Panics: there is no such layer (a bug).
-    pub fn new(service: Arc<ExpertService>, index: usize) -> Self {
+    /// Layer `index` among the service's, of one of the engine's ranks; ids are the experts' own. Panics: there is no
+    /// such layer (a bug).
+    pub fn new(service: Arc<ExpertService>, index: usize, rank: Share) -> Self {
         assert!(index < service.memory.cache().num_layers());
         let logical = (0..service.memory.cache().num_experts() as i32).collect();
-        Self { service, index, loaded: AtomicBool::new(false), view: RwLock::new(IdView { skip: None, logical }) }
+        let view = RwLock::new(IdView { skip: None, logical });
+        Self { service, index, rank, loaded: AtomicBool::new(false), view }
+    }
+
+    /// Whether it is of the first rank, which computes what no GPU does.
+    pub fn is_first(&self) -> bool {
+        self.rank.rank == 0
+    }
+
+    /// What the rank's GPU computes of every expert. Where their width cannot be divided, that is the first one's;
+    /// `None`: nothing.
+    pub fn device_share(&self) -> Option<Share> {
+        match self.service.memory.shape().part(self.rank) {
+            Ok(_) => Some(self.rank),
+            Err(_) => self.is_first().then_some(Share::WHOLE),
+        }
     }
 
     /// The service it is of.
@@ -214,11 +235,17 @@ impl ServedLayer {
         Ok(())
     }
 
-    /// Reads all of the layer and compares its checksums. Errors: `Error::Cache` for a damaged expert.
+    /// Reads all of the layer and compares its checksums, which the first rank does for all. Errors: `Error::Cache` for
+    /// a damaged expert.
     pub fn load(&self) -> Result<()> {
-        self.service.check_layer(self.index)?;
+        self.check(self.index)?;
         self.loaded.store(true, Relaxed);
         Ok(())
+    }
+
+    /// Compares the checksums of any layer, on the first rank. Errors: as [`load`](ServedLayer::load).
+    pub(super) fn check(&self, layer: usize) -> Result<()> {
+        if self.is_first() { self.service.check_layer(layer) } else { Ok(()) }
     }
 
     /// Its number among the layers with experts.
@@ -242,10 +269,14 @@ impl ServedLayer {
     }
 
     /// `out[t] = sum_e weight[t, e] * expert_e(x_t)` in the type of `x`, over the ids that are an expert and not
-    /// skipped; `out` [tokens, hidden].
+    /// skipped; `out` [tokens, hidden]. Zeros on ranks other than the first.
     ///
     /// Errors: `Error::Cache` for a damaged expert. Panics: lengths do not fit (a bug).
     pub fn forward(&self, tokens: Tokens<'_>, out: &mut [u8]) -> Result<()> {
+        if !self.is_first() {
+            out.fill(0);
+            return Ok(());
+        }
         let mut compute = self.service.compute();
         self.service.team.with_caller(|| self.run(&mut compute, tokens, out))
     }

@@ -15,11 +15,15 @@
 //!
 //! Prompts that are not recorded may go another way: through the device itself (`gpu/prompts.rs`). And the device may
 //! hold some of the experts: their part is computed between submit and sync, beside the owner's (`gpu/held.rs`).
+//!
+//! Of an engine with several ranks, only the first one's owner computes. Others publish nothing: the sum of what their
+//! devices do not compute is zeros.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -31,6 +35,7 @@ use super::gpu::pin;
 use super::gpu::prompts::{PromptSizes, Prompts};
 use super::mailbox::{Mailbox, Room, blocks};
 use super::service::{DeviceTokens, ExpertService, RowType, ServedLayer, Tokens};
+use crate::cuda::kernels::rows::ROW_NUMBERS;
 use crate::cuda::kernels::stream::RECORD_WORDS;
 use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
 use crate::machine::workers::{Gate, Team};
@@ -106,6 +111,8 @@ enum Answer {
     Slot(usize, Option<usize>),
     /// The device: which model's prompts, and which of their sums.
     Prompts(usize, usize),
+    /// Another rank.
+    Elsewhere,
 }
 
 impl Ticket {
@@ -165,30 +172,34 @@ impl StreamPort {
         registered
     }
 
-    /// Lets the device compute a model's prompts of `sizes.from_tokens` tokens or more, if they are bf16 and not
-    /// recorded, of layers that are [loaded](ServedLayer::load). Does nothing where it does already.
+    /// Lets the device compute its [share](ServedLayer::device_share) of the prompts of a layer's model of `sizes.from_tokens`
+    /// tokens or more, if they are bf16 and not recorded, in layers that are [loaded](ServedLayer::load). Does nothing
+    /// where it does already.
     ///
     /// Errors: `Error::Resources` where VRAM ends; `Error::Invalid` for more experts than its kernels take.
-    pub fn compute_prompts(&self, service: &Arc<ExpertService>, sizes: PromptSizes) -> Result<()> {
-        let mut all = lock(&self.prompts);
-        if !all.iter().any(|prompts| prompts.is_of(service)) {
-            let new = || Prompts::new(&self.cuda, service, sizes, self.pinned(service));
+    pub fn compute_prompts(&self, layer: &ServedLayer, sizes: PromptSizes) -> Result<()> {
+        let (service, mut all) = (layer.service(), lock(&self.prompts));
+        if let (Some(part), false) = (layer.device_share(), all.iter().any(|prompts| prompts.is_of(service))) {
+            let new = || Prompts::new(&self.cuda, (service, part), sizes, self.pinned(service));
             all.push(self.cuda.as_guest(new)?);
         }
         Ok(())
     }
 
-    /// Lets the device hold experts of a layer's model, and this layer use them in batches of bf16 of up to
-    /// `sizes.tokens` tokens. The first call for a model takes the memory; its `sizes` are kept.
+    /// Lets the device hold its [share](ServedLayer::device_share) of experts of a layer's model, and this layer use them in
+    /// batches of bf16 of up to `sizes.tokens` tokens. The first call for a model takes the memory; its `sizes` are
+    /// kept. `first`: of another rank, the first one's [`pool`](StreamPort::pool).
     ///
     /// Errors: `Error::Resources` where VRAM ends; `Error::Invalid` for too little of it or more experts than its
     /// kernels take; `Error::Cache` for a damaged expert.
-    pub fn hold_experts(&self, layer: &ServedLayer, sizes: HeldSizes) -> Result<()> {
+    pub fn hold_experts(&self, layer: &ServedLayer, sizes: HeldSizes, first: Option<&Path>) -> Result<()> {
+        let Some(part) = layer.device_share() else { return Ok(()) };
         self.cuda.as_guest(|| {
             let held = match self.mailroom.held(layer) {
                 Some(held) => held,
                 None => {
-                    let held = Arc::new(HeldExperts::new(&self.cuda, layer, sizes, self.pinned(layer.service()))?);
+                    let pinned = self.pinned(layer.service());
+                    let held = Arc::new(HeldExperts::new(&self.cuda, (layer, part), sizes, pinned, first)?);
                     let mut all = self.mailroom.held.write().unwrap_or_else(PoisonError::into_inner);
                     all.push(held.clone());
                     held
@@ -202,6 +213,11 @@ impl StreamPort {
     /// none.
     pub fn held(&self, layer: &ServedLayer) -> Option<(usize, Choices)> {
         self.mailroom.held(layer).map(|held| held.state())
+    }
+
+    /// What the first rank's others are given to hold the same experts of a layer's model.
+    pub fn pool(&self, layer: &ServedLayer) -> Option<PathBuf> {
+        self.mailroom.held(layer).and_then(|held| held.pool())
     }
 
     /// Makes a layer known. It is kept as long as the process lives: recorded graphs may ask for it.
@@ -240,12 +256,15 @@ impl StreamPort {
                     return Ok(Ticket { stream: (handle, capturing), bytes, answer: Answer::Prompts(at, sum) });
                 }
             }
+            let held = self.mailroom.held(&served).filter(|held| held.takes(&served, batch));
+            if !served.is_first() && held.is_none() {
+                return Ok(Ticket { stream: (handle, capturing), bytes, answer: Answer::Elsewhere });
+            }
             let mut streams = lock(&self.streams);
             let slots = match streams.entry((handle, capturing)) {
                 Entry::Occupied(slots) => slots.into_mut(),
                 Entry::Vacant(none) => none.insert(StreamSlots { side: CudaStream::beside()?, slots: Vec::new() }),
             };
-            let held = self.mailroom.held(&served).filter(|held| held.takes(&served, batch));
             let index = self.slot(slots, (bytes, choices), held.is_some())?;
             let slot = self.mailroom.slot(index);
             let held = held.as_ref().zip(slot.kept.as_ref());
@@ -253,7 +272,9 @@ impl StreamPort {
                 held.begin(&stream, (handle, recording), served.index());
                 held.rows(served.index(), kept)
             });
-            if capturing {
+            if !served.is_first() {
+                // Nothing wakes anyone.
+            } else if capturing {
                 self.cuda.record(&slot.forked, &stream);
                 self.cuda.wait(&slots.side, &slot.forked);
                 // SAFETY: the mailroom lives as long as the process.
@@ -266,12 +287,13 @@ impl StreamPort {
                 self.mailroom.wakes.add();
             }
             let Mailbox { x, ids, weights, arrived, count, .. } = &slot.mailbox;
+            let ring = if served.is_first() { self.mailroom.ring.address() } else { Address::NULL };
             launch!(self.cuda, &stream, kernels::publish_rows, [blocks(bytes), 1, 1];
                 Address::of_another(batch.x), Address::of_another(batch.ids), Address::of_another(batch.weights),
                 (bytes / 16) as i32, choices as i32, (batch.id_bytes / 4) as i32, x.address(), ids.address(),
-                weights.address(), arrived.address(), count.address(), self.mailroom.head.address(),
-                self.mailroom.ring.address(), RECORDS as i32, index as i32, layer as i32, batch.tokens as i32,
-                batch.top_k as i32, batch.rows as i32, kept);
+                weights.address(), arrived.address(), count.address(), self.mailroom.head.address(), ring,
+                RECORDS as i32, index as i32, layer as i32, batch.tokens as i32, batch.top_k as i32,
+                batch.rows as i32, kept);
             if let Some((held, kept)) = held {
                 held.multiply(&stream, served.index(), batch, kept);
             }
@@ -290,10 +312,17 @@ impl StreamPort {
             let (index, layer) = match ticket.answer {
                 Answer::Prompts(at, sum) => return lock(&self.prompts)[at].sync(sum, ticket.bytes / 2, out, &stream),
                 Answer::Slot(index, layer) => (index, layer.map(|layer| self.mailroom.layer(layer))),
+                Answer::Elsewhere => {
+                    let numbers = ticket.bytes / 4; // zero is zero in all three types
+                    launch!(self.cuda, &stream, kernels::clear, [numbers.div_ceil(ROW_NUMBERS), 1, 1];
+                        Address::of_another(out), numbers as i64);
+                    return self.cuda.check();
+                }
             };
             let slot = self.mailroom.slot(index);
             let held = layer.as_ref().and_then(|layer| Some((self.mailroom.held(layer)?, layer.index())));
-            if capturing {
+            let is_first = layer.as_ref().is_none_or(|layer| layer.is_first());
+            if capturing && is_first {
                 self.cuda.wait(&stream, &slot.woken);
             }
             let (mut here, mut limit) = (Address::NULL, Limit::NONE);
@@ -302,8 +331,9 @@ impl StreamPort {
                 here = kept.sum();
             }
             let Mailbox { count, up, y_address, .. } = &slot.mailbox;
+            let host_y = if is_first { *y_address } else { Address::NULL };
             launch!(self.cuda, &stream, kernels::fetch_rows, [blocks(ticket.bytes), 1, 1];
-                count.address(), up.address(), *y_address, here, Address::of_another(out), (ticket.bytes / 16) as i32,
+                count.address(), up.address(), host_y, here, Address::of_another(out), (ticket.bytes / 16) as i32,
                 limit.sent, limit.limit);
             if let Some((held, layer)) = &held {
                 held.end(&stream, *layer);

@@ -6,13 +6,12 @@
 //! device    fetch takes the count along, or admit_limit; admit copies up to it and counts what has come
 //! ```
 //!
-//! One thread may send while another enqueues: what the host writes has a lock of its own, which is never held during a
-//! call of the driver.
+//! One thread may send while another enqueues, and that may be a thread of another process.
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::parts::Parts;
 use crate::Result;
@@ -20,7 +19,6 @@ use crate::cuda::kernels::pool::RING_RUNS;
 use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
 use crate::experts::ExpertMemory;
 use crate::experts::mailbox::LINE;
-use crate::experts::pool::Admission;
 
 /// Blocks that copy. What they have asked for, 32 KB each, stands in front of what `fetch` asks for: with 16 blocks a
 /// step took three times as long as with 2, and copies by another thread's copy engine cost more as well (H200).
@@ -30,43 +28,110 @@ const ADMIT_BLOCKS: usize = 2;
 /// ends, which waits for it. An expert of 2.4 MB takes as long as two layers beside a busy CPU (H200, 16 cores).
 const LAST_LAYERS: usize = 3;
 
-/// Where the experts lie for the device, and those that are on their way.
-pub(super) struct Admissions {
-    regions: Vec<(Range<usize>, u64)>, // of pinned memory: addresses of the host, and the device's of the first
-    sent: Mutex<Sent>,
-    ring: Address<u64>,
-    counts: PinnedBuffer<u32>, // [2, 16]: runs that were written, and that have come; a line each
+/// Whether copies that begin in `layer` of `layers` end within the step.
+pub(super) fn ends_within(layer: usize, layers: usize) -> bool {
+    layer + LAST_LAYERS.min(layers / 4) < layers
+}
+
+/// Memory that both sides see.
+pub(super) struct Road {
+    pub(super) ring: PinnedBuffer<u64>,   // [RING_RUNS, 4]
+    pub(super) counts: PinnedBuffer<u32>, // [2, 16]: runs that were written, and that have come; a line each
+}
+
+impl Road {
+    /// Numbers of the ring.
+    pub(super) const RING: usize = 4 * RING_RUNS;
+    /// Numbers of the counts.
+    pub(super) const COUNTS: usize = 2 * LINE;
+
+    pub(super) fn new(cuda: &Arc<Cuda>) -> Result<Self> {
+        Ok(Self { ring: PinnedBuffer::new(cuda, Self::RING)?, counts: PinnedBuffer::new(cuda, Self::COUNTS)? })
+    }
+}
+
+/// Memory of the device.
+pub(super) struct Buffers {
     limits: DeviceBuffer<u32>, // [layers]: runs up to which a layer's admit copies
     head: DeviceBuffer<u32>,   // [2]: runs that were copied; blocks that are done
-    fetched: CudaEvent,        // when a layer's sum had come
-    admitted: CudaEvent,       // when the branch had ended
-}
-
-/// What the host has sent.
-struct Sent {
-    ring: PinnedBuffer<u64>, // [RING_RUNS, 4]
-    runs: u32,               // that were written
-    ends: VecDeque<u32>,     // of each expert on its way: `runs` after its last one
-    copied_bytes: u64,       // since the start, of all ranks together
-}
-
-/// The memory of it.
-pub(super) struct Buffers {
-    ring: PinnedBuffer<u64>,
-    counts: PinnedBuffer<u32>,
-    limits: DeviceBuffer<u32>,
-    head: DeviceBuffer<u32>,
 }
 
 impl Buffers {
     pub(super) fn new(cuda: &Arc<Cuda>, layers: usize) -> Result<Self> {
-        Ok(Self {
-            ring: PinnedBuffer::new(cuda, 4 * RING_RUNS)?,
-            counts: PinnedBuffer::new(cuda, 2 * LINE)?,
-            limits: DeviceBuffer::zeros(cuda, layers)?,
-            head: DeviceBuffer::zeros(cuda, 2)?,
-        })
+        Ok(Self { limits: DeviceBuffer::zeros(cuda, layers)?, head: DeviceBuffer::zeros(cuda, 2)? })
     }
+}
+
+/// Where the device sees each region of the experts' memory; `None`: some of it is not pinned, or does not lie in pieces
+/// that `admit` copies.
+pub(super) fn addresses(memory: &ExpertMemory, parts: &Parts, registered: &[Registered]) -> Option<Vec<u64>> {
+    let addresses: Option<Vec<u64>> = registered.iter().map(Registered::address).collect();
+    addresses.filter(|all| all.len() == memory.regions().len() && parts.are_multiples_of(16))
+}
+
+/// The host's side: experts on their way to a device.
+pub(super) struct Sender {
+    regions: Vec<(Range<usize>, u64)>, // of pinned memory: addresses of the host, and the device's of the first
+    road: Road,
+    runs: u32,           // that were written
+    ends: VecDeque<u32>, // of each expert on its way: `runs` after its last one
+    copied_bytes: u64,   // since the start, of all ranks together
+}
+
+impl Sender {
+    /// Of experts that the device sees at these [`addresses`].
+    pub(super) fn new(memory: &ExpertMemory, addresses: &[u64], road: Road) -> Self {
+        let range = |region: &[u8]| region.as_ptr().addr()..region.as_ptr().addr() + region.len();
+        let regions = memory.regions().into_iter().map(range).zip(addresses.iter().copied()).collect();
+        Self { regions, road, runs: 0, ends: VecDeque::new(), copied_bytes: 0 }
+    }
+
+    /// Sends an expert of `layer` to where `to` begins, once it is [shown](Sender::show).
+    pub(super) fn send(&mut self, parts: &Parts, (layer, expert): (usize, u16), to: Address<u8>) {
+        let Self { regions, road, runs: written, ends, copied_bytes } = self;
+        parts.each(layer, expert as usize, |offset, runs| {
+            let host = runs.from.as_ptr().addr();
+            let region = regions.iter().find(|(range, _)| range.contains(&host)).expect("all experts are pinned");
+            let from = region.1 + (host - region.0.start) as u64;
+            let both = |low: usize, high: usize| low as u64 | (high as u64) << 32;
+            let shape = [both(runs.bytes, runs.count), both(runs.from_pitch, runs.to_pitch)];
+            let at = 4 * (*written as usize % RING_RUNS);
+            road.ring[at..at + 4].copy_from_slice(&[to.add(offset).to_u64(), from, shape[0], shape[1]]);
+            *written = written.wrapping_add(1);
+        });
+        *copied_bytes += parts.whole_bytes(layer) as u64;
+        ends.push_back(*written);
+    }
+
+    /// Shows the device all that was sent.
+    pub(super) fn show(&self) {
+        self.road.counts.atomic(0).store(self.runs, Ordering::Release);
+    }
+
+    /// Of the experts on their way, how many have come.
+    pub(super) fn come(&self) -> usize {
+        let done = self.road.counts.atomic(LINE).load(Ordering::Acquire);
+        self.ends.iter().take_while(|&&end| done.wrapping_sub(end) as i32 >= 0).count()
+    }
+
+    /// Forgets the first `n` of those that have come.
+    pub(super) fn take(&mut self, n: usize) {
+        self.ends.drain(..n);
+    }
+
+    /// Bytes that were sent since the start.
+    pub(super) fn copied_bytes(&self) -> u64 {
+        self.copied_bytes
+    }
+}
+
+/// The device's side: the branch that copies.
+pub(super) struct Branch {
+    ring: Address<u64>,
+    counts: Address<u32>,
+    buffers: Buffers,
+    fetched: CudaEvent,  // when a layer's sum had come
+    admitted: CudaEvent, // when the branch had ended
 }
 
 /// Where `fetch` finds the count of runs, and where it brings it; nowhere: no expert ever comes.
@@ -80,75 +145,11 @@ impl Limit {
     pub(in crate::experts) const NONE: Self = Self { sent: Address::NULL, limit: Address::NULL };
 }
 
-impl Admissions {
-    /// Of experts in pinned memory; `None`: some of it is not pinned, or not in pieces that the kernel copies.
-    pub(super) fn new(
-        cuda: &Arc<Cuda>,
-        (memory, parts): (&ExpertMemory, &Parts),
-        registered: &[Registered],
-        Buffers { ring, counts, limits, head }: Buffers,
-    ) -> Result<Option<Self>> {
-        let regions = memory.regions();
-        let addresses: Option<Vec<u64>> = registered.iter().map(Registered::address).collect();
-        match addresses {
-            Some(addresses) if addresses.len() == regions.len() && parts.are_multiples_of(16) => {
-                let range = |region: &[u8]| region.as_ptr().addr()..region.as_ptr().addr() + region.len();
-                Ok(Some(Self {
-                    regions: regions.into_iter().map(range).zip(addresses).collect(),
-                    ring: ring.address(),
-                    sent: Mutex::new(Sent { ring, runs: 0, ends: VecDeque::new(), copied_bytes: 0 }),
-                    counts,
-                    limits,
-                    head,
-                    fetched: CudaEvent::new(cuda)?,
-                    admitted: CudaEvent::new(cuda)?,
-                }))
-            }
-            _ => Ok(None),
-        }
-    }
-
-    fn sent(&self) -> MutexGuard<'_, Sent> {
-        self.sent.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether copies that begin in `layer` of `layers` end within the step.
-    pub(super) fn ends_within(layer: usize, layers: usize) -> bool {
-        layer + LAST_LAYERS.min(layers / 4) < layers
-    }
-
-    /// Sends an expert to its slot, which begins at `to`, once it is [shown](Admissions::show).
-    pub(super) fn send(&self, parts: &Parts, admission: Admission, to: Address<u8>) {
-        let Admission { layer, expert, .. } = admission;
-        let Sent { ring, runs: written, ends, copied_bytes } = &mut *self.sent();
-        parts.each(layer, expert as usize, |offset, runs| {
-            let host = runs.from.as_ptr().addr();
-            let region = self.regions.iter().find(|(range, _)| range.contains(&host)).expect("all experts are pinned");
-            let from = region.1 + (host - region.0.start) as u64;
-            let both = |low: usize, high: usize| low as u64 | (high as u64) << 32;
-            let shape = [both(runs.bytes, runs.count), both(runs.from_pitch, runs.to_pitch)];
-            let at = 4 * (*written as usize % RING_RUNS);
-            ring[at..at + 4].copy_from_slice(&[to.add(offset).to_u64(), from, shape[0], shape[1]]);
-            *written = written.wrapping_add(1);
-        });
-        *copied_bytes += parts.whole_bytes(layer) as u64;
-        ends.push_back(*written);
-    }
-
-    /// Shows the device all that was sent.
-    pub(super) fn show(&self) {
-        self.counts.atomic(0).store(self.sent().runs, Ordering::Release);
-    }
-
-    /// Of the experts on their way, how many have come.
-    pub(super) fn come(&self) -> usize {
-        let done = self.counts.atomic(LINE).load(Ordering::Acquire);
-        self.sent().ends.iter().take_while(|&&end| done.wrapping_sub(end) as i32 >= 0).count()
-    }
-
-    /// Forgets the first `n` of those that have come.
-    pub(super) fn take(&self, n: usize) {
-        self.sent().ends.drain(..n);
+impl Branch {
+    /// `road` must outlive it.
+    pub(super) fn new(cuda: &Arc<Cuda>, road: &Road, buffers: Buffers) -> Result<Self> {
+        let (ring, counts) = (road.ring.address(), road.counts.address());
+        Ok(Self { ring, counts, buffers, fetched: CudaEvent::new(cuda)?, admitted: CudaEvent::new(cuda)? })
     }
 
     /// Enqueues what takes the count of runs along to a layer, where no `fetch` does.
@@ -159,17 +160,16 @@ impl Admissions {
 
     /// What a layer's `fetch` is given.
     pub(super) fn limit(&self, layer: usize) -> Limit {
-        Limit { sent: self.counts.address(), limit: self.limits.address().add(layer) }
+        Limit { sent: self.counts, limit: self.buffers.limits.address().add(layer) }
     }
 
     /// Enqueues the copies that were sent until the layer's sum had come, beside what follows in `stream`.
     pub(super) fn admit(&self, cuda: &Cuda, stream: &CudaStream, layer: usize) {
         cuda.record(&self.fetched, stream);
         cuda.wait(&cuda.copy, &self.fetched);
-        let Self { ring, counts, limits, head, .. } = self;
+        let Self { ring, counts, buffers: Buffers { limits, head }, .. } = self;
         launch!(cuda, &cuda.copy, kernels::admit, [ADMIT_BLOCKS, 1, 1];
-            ring.cast(), head.address(), limits.address().add(layer), head.address().add(1),
-            counts.address().add(LINE));
+            ring.cast(), head.address(), limits.address().add(layer), head.address().add(1), counts.add(LINE));
         cuda.record(&self.admitted, &cuda.copy);
     }
 
@@ -177,9 +177,24 @@ impl Admissions {
     pub(super) fn join(&self, cuda: &Cuda, stream: &CudaStream) {
         cuda.wait(stream, &self.admitted);
     }
+}
 
-    /// Bytes that were sent since the start.
-    pub(super) fn copied_bytes(&self) -> u64 {
-        self.sent().copied_bytes
+/// Both sides, of one thread.
+pub(super) struct Admissions {
+    pub(super) branch: Branch, // first: its kernels use what `sender` has
+    pub(super) sender: Sender,
+}
+
+impl Admissions {
+    /// Of experts in pinned memory; `None`: as [`addresses`].
+    pub(super) fn new(
+        cuda: &Arc<Cuda>,
+        (memory, parts): (&ExpertMemory, &Parts),
+        registered: &[Registered],
+        (road, buffers): (Road, Buffers),
+    ) -> Result<Option<Self>> {
+        let Some(addresses) = addresses(memory, parts, registered) else { return Ok(None) };
+        let branch = Branch::new(cuda, &road, buffers)?;
+        Ok(Some(Self { branch, sender: Sender::new(memory, &addresses, road) }))
     }
 }

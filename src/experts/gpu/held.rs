@@ -17,25 +17,30 @@
 //! compute, the device says with each batch.
 //!
 //! Batches of a model must not run at the same time on two streams.
+//!
+//! Of an engine with several ranks each holds its part of the width of the same experts, and the engine adds the sums.
+//! The first one's owner decides for all (`board`), and the CPU computes for it alone. All ranks enqueue the same passes.
 
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use half::bf16;
 
 use super::FEW_TOKENS;
-use super::admissions::{self, Admissions, Limit};
+use super::admissions::{self, Branch, Limit, Sender, ends_within};
+use super::board::Board;
 use super::parts::Parts;
 use super::products::{Choices, Products};
 use super::prompts::{MAX_EXPERTS, MAX_PAIRS, products};
-use super::residents::Residents;
-use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
+use super::residents::Slots;
+use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, Registered, kernels, launch};
 use crate::experts;
-use crate::experts::mailbox::LINE;
-use crate::experts::pool::{LayerChoices, Pool};
+use crate::experts::pool::{Admission, LayerChoices, Pool};
 use crate::experts::popularity::Popularity;
-use crate::experts::residency::Residency;
+use crate::experts::residency::{Place, Residency};
 use crate::experts::service::{DeviceTokens, ExpertService, RowType, ServedLayer};
+use crate::experts::{ExpertMemory, ExpertShape};
 use crate::model::Share;
 use crate::{Error, Result};
 
@@ -62,13 +67,25 @@ pub struct HeldExperts {
     held: usize,                      // experts of each layer, at first
     layers: RwLock<Vec<Option<Ids>>>, // `None`: the layer does not take part
     last: AtomicUsize,                // of those that do
-    tables: Address<u64>,             // [layers, experts]: of `changing.residents`
-    staged: Address<u64>,
-    versions: PinnedBuffer<u32>, // [2, 16]: of the table that the host has written, and that was taken; a line each
-    taken: DeviceBuffer<u32>,    // the latter, as the device counts
-    admissions: Option<Admissions>, // `None`: nothing comes or goes
-    passing: Mutex<Passing>,     // of who enqueues
-    changing: Mutex<Changing>,   // of the owner; never held during a call of the driver
+    _bytes: DeviceBuffer<u8>,         // of the slots
+    slots: DeviceBuffer<u64>,         // where each begins
+    tables: DeviceBuffer<u64>,        // [layers, experts]: addresses; 0: in RAM alone
+    own: DeviceBuffer<u32>,           // [2]: the version of the tables, and passes
+    places: Address<u64>,             // [layers, experts]: of the board, as the next three are
+    version: Address<u32>,
+    taken: Address<u32>,
+    agreed: kernels::Agreed,
+    branch: Option<Branch>,  // `None`: nothing comes or goes
+    passing: Mutex<Passing>, // of who enqueues
+    host: Host,
+}
+
+/// What a rank's host has to do with which experts are held.
+enum Host {
+    /// The first one's owner decides. Never locked during a call of the driver.
+    First(Box<Mutex<Changing>>),
+    /// Others' have nothing to do: their devices use the board.
+    Other { _board: Board },
 }
 
 /// What a layer's ids mean.
@@ -90,10 +107,23 @@ struct Passing {
 /// Which experts are held.
 struct Changing {
     pool: Pool,
-    residents: Residents,
+    board: Board,
+    ranks: Vec<Side>, // all
+    ids: Vec<i32>,    // of the batch that is served
+    version: u32,     // of the places that were written last
+}
+
+/// A rank, as the first one's owner sees it.
+struct Side {
     parts: Parts,
-    ids: Vec<i32>, // of the batch that is served
-    version: u32,  // of the table that was written last
+    slots: Slots,
+    way: Option<(Sender, Address<u8>)>, // to where its slots begin; `None`: it has not come yet, or nothing comes
+}
+
+/// The most bytes that one expert of every layer has on a rank. Errors: as [`ExpertShape::part`].
+fn bytes_of_one(shape: &ExpertShape, of: usize) -> Result<u64> {
+    let bytes = (0..of).map(|rank| Ok(shape.part(Share { rank, of })?.0.bytes_of_one()));
+    Ok(bytes.collect::<Result<Vec<_>>>()?.into_iter().max().unwrap_or(0))
 }
 
 /// What a batch leaves on the device.
@@ -144,83 +174,119 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl HeldExperts {
     /// Takes the VRAM and copies experts there, as many of each layer: those that were chosen most, of those that the
-    /// engine does not compute itself. `registered`: the experts, pinned where they lie.
+    /// engine does not compute itself. `share`: what this device computes of every expert; `registered`: the experts,
+    /// pinned where they lie; `first`: the first rank's [`pool`](HeldExperts::pool), for another.
     ///
     /// Errors: `Error::Resources` where VRAM ends; `Error::Invalid` for too little of it, or more experts than the
     /// kernels take; `Error::Cache` for a damaged expert.
     pub fn new(
         cuda: &Arc<Cuda>,
-        layer: &ServedLayer,
+        (layer, share): (&ServedLayer, Share),
         sizes: HeldSizes,
         registered: Arc<Vec<Registered>>,
+        first: Option<&Path>,
     ) -> Result<Self> {
         let service = layer.service();
         let memory = service.memory();
-        let shape = memory.shape();
-        if shape.experts > MAX_EXPERTS {
+        let parts = Parts::new(memory.clone(), share)?;
+        let shape = parts.shape();
+        let (layers, experts) = (shape.layers(), shape.experts);
+        if experts > MAX_EXPERTS {
             return Err(Error::Invalid(format!(
-                "the GPU cannot hold experts: a layer has {} experts and at most {MAX_EXPERTS} are supported",
-                shape.experts
+                "the GPU cannot hold experts: a layer has {experts} experts and at most {MAX_EXPERTS} are supported"
             )));
         }
         let top_k = sizes.top_k.max(1);
         let tokens = sizes.tokens.min(MAX_PAIRS / top_k);
-        let mut is_wanted = vec![false; shape.experts];
+        let mut is_wanted = vec![false; experts];
         layer.experts_of_ids().iter().filter(|&&e| e >= 0).for_each(|&e| is_wanted[e as usize] = true);
         let wanted = is_wanted.iter().filter(|&&wanted| wanted).count();
-        let held = usize::try_from(sizes.pool_bytes / shape.bytes_of_one()).unwrap_or(usize::MAX).min(wanted);
+        let one = bytes_of_one(&memory.shape(), share.of)?;
+        let held = usize::try_from(sizes.pool_bytes / one).unwrap_or(usize::MAX).min(wanted);
         if held == 0 {
             return Err(Error::Invalid(format!(
-                "{} MiB hold no expert of each of {} layers: give at least {} MiB, or none",
+                "{} MiB hold no expert of each of {layers} layers: give at least {} MiB, or none",
                 sizes.pool_bytes >> 20,
-                shape.layers(),
-                shape.bytes_of_one().div_ceil(1 << 20)
+                one.div_ceil(1 << 20)
             )));
         }
-        let popularity = Popularity::of(memory.cache());
-        let orders = (0..shape.layers()).map(|layer| {
-            let mut order = popularity.order(layer);
-            order.sort_by_key(|&expert| !is_wanted[expert as usize]);
-            order
+        let mut board = Board::new(cuda, (share, first), (layers * experts, memory.regions().len()), held)?;
+        let pool = (share.rank == 0).then(|| {
+            let popularity = Popularity::of(memory.cache());
+            let orders = (0..layers).map(|layer| {
+                let mut order = popularity.order(layer);
+                order.sort_by_key(|&expert| !is_wanted[expert as usize]);
+                order
+            });
+            let residency = Residency::new(orders, held, 0);
+            board.places.iter_mut().enumerate().for_each(|(i, place)| {
+                *place = place_of(&residency, i / experts, (i % experts) as u16);
+            });
+            Pool::new(residency, experts, &parts.kinds())
         });
-        let residency = Residency::new(orders, held, 0);
-        let parts = Parts::new(memory.clone(), Share::WHOLE)?;
-        let mut residents = Residents::new(cuda, &shape, held)?;
-        residents.fill(&parts, &residency, |layer| service.check_layer(layer))?;
-        let admissions = match held < wanted {
-            true => {
-                let buffers = admissions::Buffers::new(cuda, shape.layers())?;
-                Admissions::new(cuda, (memory, &parts), &registered, buffers)?
+        let slots = Slots::new(shape, held);
+        let bytes = DeviceBuffer::new(cuda, slots.bytes())?;
+        let address = |slot: usize| bytes.address().add(slots.at(slot));
+        for of_layer in 0..layers {
+            layer.check(of_layer)?;
+            for expert in 0..experts {
+                if let Some(slot) = (board.places[of_layer * experts + expert] as usize).checked_sub(1) {
+                    parts.upload(cuda, of_layer, expert..expert + 1, address(slot));
+                }
             }
-            false => None,
+        }
+        let addresses: Vec<u64> = (0..slots.len()).map(|slot| address(slot).to_u64()).collect();
+        let table: Vec<u64> =
+            board.places.iter().map(|&place| if place == 0 { 0 } else { addresses[place as usize - 1] }).collect();
+        let regions = admissions::addresses(memory, &parts, &registered).filter(|_| held < wanted);
+        let branch = match &regions {
+            Some(_) => Some(Branch::new(cuda, board.road(), admissions::Buffers::new(cuda, layers)?)?),
+            None => None,
         };
+        let ((version, taken), agreed, places) = (board.versions(), board.agreed(), board.places.address());
+        if let Some(regions) = &regions {
+            board.join(bytes.address(), regions);
+        }
         let new = Self {
             beside: CudaStream::beside()?,
-            products: products(cuda, service, tokens, top_k)?,
+            products: products(cuda, (service, &parts), tokens, top_k)?,
             tokens,
             pairs: tokens * top_k,
             held,
-            layers: RwLock::new(shape.layouts.iter().map(|_| None).collect()),
+            layers: RwLock::new((0..layers).map(|_| None).collect()),
             last: AtomicUsize::new(0),
-            tables: residents.table(0),
-            staged: residents.staged(),
-            versions: PinnedBuffer::new(cuda, 2 * LINE)?,
-            taken: DeviceBuffer::zeros(cuda, 1)?,
-            admissions,
+            _bytes: bytes,
+            slots: DeviceBuffer::from_slice(cuda, &addresses)?,
+            tables: DeviceBuffer::from_slice(cuda, &table)?,
+            own: DeviceBuffer::zeros(cuda, 2)?,
+            places,
+            version,
+            taken,
+            agreed,
+            branch,
             passing: Mutex::default(),
-            changing: Mutex::new(Changing {
-                pool: Pool::new(residency, shape.experts, &parts.kinds()),
-                residents,
-                parts,
-                ids: Vec::new(),
-                version: 0,
-            }),
+            host: match pool {
+                Some(pool) => {
+                    let ranks = (0..share.of).map(|rank| Side::new(memory, Share { rank, of: share.of }, held));
+                    let ranks = ranks.collect::<Result<_>>()?;
+                    Host::First(Box::new(Mutex::new(Changing { pool, board, ranks, ids: Vec::new(), version: 0 })))
+                }
+                None => Host::Other { _board: board },
+            },
             service: service.clone(),
             cuda: cuda.clone(),
             _registered: registered,
         };
         cuda.synchronize()?;
         Ok(new)
+    }
+
+    /// What other ranks are given to hold the same experts; `None`: there are none.
+    pub fn pool(&self) -> Option<PathBuf> {
+        match &self.host {
+            Host::First(changing) => lock(changing).board.path().map(PathBuf::from),
+            Host::Other { .. } => None,
+        }
     }
 
     /// Whether it is of this service.
@@ -241,9 +307,12 @@ impl HeldExperts {
         Ok(())
     }
 
-    /// Experts of each layer that it has room for, and choices so far.
+    /// Experts of each layer that it has room for, and choices so far, which the first rank counts.
     pub fn state(&self) -> (usize, experts::Choices) {
-        (self.held, lock(&self.changing).pool.choices())
+        match &self.host {
+            Host::First(changing) => (self.held, lock(changing).pool.choices()),
+            Host::Other { .. } => (self.held, experts::Choices::default()),
+        }
     }
 
     /// Whether a batch of a layer uses it.
@@ -264,8 +333,8 @@ impl HeldExperts {
                 let experts = self.service.memory().cache().num_experts();
                 let entries = self.service.memory().cache().num_layers() * experts;
                 launch!(self.cuda, stream, kernels::take_table, [1, 1, 1];
-                    self.staged, self.tables, entries as i32, self.versions.address(), self.taken.address(),
-                    self.versions.address().add(LINE));
+                    self.places, self.slots.address(), self.tables.address(), entries as i32, self.version,
+                    self.own.address(), self.taken, self.agreed);
             }
             passing.layers = 0;
         }
@@ -291,7 +360,7 @@ impl HeldExperts {
     }
 
     fn table(&self, layer: usize) -> Address<u64> {
-        self.tables.add(layer * self.service.memory().cache().num_experts())
+        self.tables.address().add(layer * self.service.memory().cache().num_experts())
     }
 
     /// Enqueues the products of what was kept in `stream`, beside what follows there.
@@ -322,12 +391,12 @@ impl HeldExperts {
     pub(in crate::experts) fn join(&self, stream: &CudaStream, layer: usize, kept: &KeptRows) -> Limit {
         self.cuda.wait(stream, &kept.multiplied);
         let passing = &mut *lock(&self.passing);
-        let Some(admissions) = &self.admissions else { return Limit::NONE };
+        let Some(branch) = &self.branch else { return Limit::NONE };
         if layer == self.last.load(Ordering::Relaxed) && std::mem::take(&mut passing.has_branch) {
-            admissions.join(&self.cuda, stream);
+            branch.join(&self.cuda, stream);
         }
         match self.sends(passing, layer) {
-            true => admissions.limit(layer),
+            true => branch.limit(layer),
             false => Limit::NONE,
         }
     }
@@ -335,8 +404,8 @@ impl HeldExperts {
     /// Enqueues what follows when the sum was fetched.
     pub fn end(&self, stream: &CudaStream, layer: usize) {
         let passing = &mut *lock(&self.passing);
-        if let (true, Some(admissions)) = (self.sends(passing, layer), &self.admissions) {
-            admissions.admit(&self.cuda, stream, layer);
+        if let (true, Some(branch)) = (self.sends(passing, layer), &self.branch) {
+            branch.admit(&self.cuda, stream, layer);
             passing.has_branch = true;
         }
         passing.in_flight -= 1;
@@ -348,13 +417,14 @@ impl HeldExperts {
         passing.layers >= 2 && layer < self.last.load(Ordering::Relaxed)
     }
 
-    /// Takes down what a batch of `layer` has chosen, as it was published.
+    /// Takes down what a batch of `layer` has chosen, as it was published by the first rank.
     pub fn note(&self, layer: usize, published: &[i32]) {
+        let Host::First(changing) = &self.host else { return };
         let layers = self.layers.read().unwrap_or_else(PoisonError::into_inner);
         let experts = layers[layer].as_ref().map_or(&[][..], |ids| &ids.experts);
         let none = i32::MIN; // of what is in VRAM none, either
         let expert = |id: i32| experts.get(id as usize).copied().filter(|&expert| expert >= 0);
-        let ids = &mut lock(&self.changing).ids;
+        let ids = &mut lock(changing).ids;
         ids.clear();
         ids.extend(published.iter().map(|&id| match id < 0 {
             true => expert(!id).map_or(none, |expert| !expert),
@@ -362,38 +432,93 @@ impl HeldExperts {
         }));
     }
 
-    /// Takes in what was noted, and sends experts on their way.
+    /// Takes in what was noted, and sends experts on their way to all ranks.
     pub fn chosen(&self, layer: usize) {
-        let Changing { pool, residents, parts, ids, version } = &mut *lock(&self.changing);
-        if self.versions.atomic(LINE).load(Ordering::Acquire) != *version {
+        let Host::First(changing) = &self.host else { return };
+        let changing = &mut *lock(changing);
+        let changes = self.branch.is_some();
+        if changes && !changing.board.have_taken(changing.version) {
             return; // slots that were taken out may still be read
         }
-        let arrived = self.admissions.as_ref().map_or(0, Admissions::come);
-        pool.chosen(LayerChoices { layer, ids, arrived }, |admission| {
-            if let Some(admissions) = &self.admissions {
-                admissions.send(parts, admission, residents.address(admission.slot));
+        if changes {
+            changing.meet(self.service.memory());
+        }
+        changing.chosen(layer);
+        let last = self.last.load(Ordering::Relaxed);
+        if layer == last || ends_within(layer, last + 1) {
+            changing.senders().for_each(|sender| sender.show());
+        }
+        if layer == last {
+            changing.turn(changes);
+        }
+    }
+}
+
+impl Changing {
+    /// Opens the way to ranks that have come.
+    fn meet(&mut self, memory: &ExpertMemory) {
+        for (rank, side) in self.ranks.iter_mut().enumerate().filter(|(_, side)| side.way.is_none()) {
+            let (road, slots, regions) = self.board.way_to(rank);
+            side.way = Some((Sender::new(memory, regions, road), slots));
+        }
+    }
+
+    fn senders(&mut self) -> impl Iterator<Item = &mut Sender> {
+        self.ranks.iter_mut().filter_map(|side| side.way.as_mut()).map(|(sender, _)| sender)
+    }
+
+    /// Of the experts on their way, how many have come to all ranks.
+    fn arrived(&mut self) -> usize {
+        self.senders().map(|sender| sender.come()).min().unwrap_or(0)
+    }
+
+    fn chosen(&mut self, layer: usize) {
+        let arrived = self.arrived();
+        let Self { pool, ranks, ids, .. } = self;
+        pool.chosen(LayerChoices { layer, ids, arrived }, |Admission { layer, expert, slot }| {
+            for Side { parts, slots, way } in &mut *ranks {
+                if let Some((sender, to)) = way {
+                    sender.send(parts, (layer, expert), to.add(slots.at(slot)));
+                }
             }
         });
-        let last = self.last.load(Ordering::Relaxed);
-        if let Some(admissions) = &self.admissions
-            && (layer == last || Admissions::ends_within(layer, last + 1))
-        {
-            admissions.show();
-        }
-        if layer != last {
+    }
+
+    /// Ends a pass: where experts are in those that follow.
+    fn turn(&mut self, changes: bool) {
+        self.pool.turn();
+        if !changes {
             return;
         }
-        pool.turn();
-        let Some(admissions) = &self.admissions else { return };
-        pool.make_room();
-        let arrived = admissions.come();
-        admissions.take(arrived);
+        self.pool.make_room();
+        let arrived = self.arrived();
+        self.senders().for_each(|sender| sender.take(arrived));
+        let Self { pool, board, version, .. } = self;
         pool.arrived(arrived);
-        if !pool.moved().is_empty() {
-            residents.stage(pool.residency(), pool.moved());
-            pool.written();
-            *version = version.wrapping_add(1);
-            self.versions.atomic(0).store(*version, Ordering::Release);
+        if pool.moved().is_empty() {
+            return;
         }
+        let experts = board.places.len() / pool.residency().layers();
+        for &(layer, expert) in pool.moved() {
+            board.places[layer * experts + expert as usize] = place_of(pool.residency(), layer, expert);
+        }
+        pool.written();
+        *version = version.wrapping_add(1);
+        board.publish(*version);
+    }
+}
+
+impl Side {
+    fn new(memory: &Arc<ExpertMemory>, share: Share, held: usize) -> Result<Self> {
+        let parts = Parts::new(memory.clone(), share)?;
+        Ok(Self { slots: Slots::new(parts.shape(), held), parts, way: None })
+    }
+}
+
+/// An expert's slot and 1; 0: it is in RAM.
+fn place_of(residency: &Residency, layer: usize, expert: u16) -> u64 {
+    match residency.place(layer, expert) {
+        Place::Vram(slot) => slot as u64 + 1,
+        Place::Ram | Place::OnHolder => 0,
     }
 }

@@ -8,7 +8,8 @@
 //! sync      the engine's stream   waits for the sum and rounds it
 //! ```
 //!
-//! A batch that is larger than the buffers goes in parts, and its experts cross for each.
+//! A batch that is larger than the buffers goes in parts, and its experts cross for each. Of an engine with several
+//! ranks each does this with its part of every expert's width, and the engine adds the sums.
 
 use std::sync::Arc;
 
@@ -22,7 +23,6 @@ use super::ring::{ExpertRun, Ring};
 use crate::cuda::kernels::rows::ROW_NUMBERS;
 use crate::cuda::kernels::stream::STREAM_THREADS;
 use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, Registered, kernels, launch};
-use crate::experts::ExpertMemory;
 use crate::experts::service::{DeviceTokens, ExpertService, RowType, ServedLayer};
 use crate::model::Share;
 use crate::{Error, Result};
@@ -75,30 +75,35 @@ struct Sum {
     busy: bool,
 }
 
-/// Products of a service's experts with up to `tokens` tokens.
-pub(super) fn products(cuda: &Arc<Cuda>, service: &ExpertService, tokens: usize, top_k: usize) -> Result<Products> {
-    let shape = service.memory().shape();
+/// Products of these parts of a service's experts with up to `tokens` tokens.
+pub(super) fn products(
+    cuda: &Arc<Cuda>,
+    (service, parts): (&ExpertService, &Parts),
+    tokens: usize,
+    top_k: usize,
+) -> Result<Products> {
+    let shape = parts.shape();
     service.with_epilogue(|epilogue| {
-        let (share, holders, on_holders) = (Share::WHOLE, 0, 0);
+        let (share, holders, on_holders) = (parts.share(), 0, 0);
         let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring: 0, share, holders, on_holders };
-        let width = 0..shape.intermediate();
-        let epilogue = DeviceEpilogue::new(cuda, epilogue, shape.layers(), (sizes.share, &width))?;
-        Products::new(cuda, &shape, epilogue, &sizes)
+        let epilogue = DeviceEpilogue::new(cuda, epilogue, shape.layers(), (share, parts.width()))?;
+        Products::new(cuda, shape, epilogue, &sizes)
     })
 }
 
 impl Prompts {
-    /// Takes the VRAM. `registered`: the experts, pinned where they lie.
+    /// Takes the VRAM. `share`: what this device computes of every expert; `registered`: the experts, pinned where they
+    /// lie.
     ///
     /// Errors: `Error::Resources` where VRAM ends; `Error::Invalid` for more experts than the kernels take.
     pub fn new(
         cuda: &Arc<Cuda>,
-        service: &Arc<ExpertService>,
+        (service, share): (&Arc<ExpertService>, Share),
         sizes: PromptSizes,
         registered: Arc<Vec<Registered>>,
     ) -> Result<Self> {
-        let memory = service.memory();
-        let shape = memory.shape();
+        let parts = Parts::new(service.memory().clone(), share)?;
+        let shape = parts.shape();
         if shape.experts > MAX_EXPERTS {
             return Err(Error::Invalid(format!(
                 "prompts cannot be computed on the GPU: a layer has {} experts and at most {MAX_EXPERTS} are \
@@ -110,12 +115,9 @@ impl Prompts {
         let tokens = sizes.tokens.min(MAX_PAIRS / top_k).max(1);
         let pairs = tokens * top_k;
         let half = (sizes.ring_bytes / 2 / shape.most_bytes()).clamp(1, shape.experts);
-        let products = products(cuda, service, tokens, top_k)?;
-        let ring = Ring::new(cuda, &shape, half)?;
         let prompts = Self {
-            parts: Parts::new(memory.clone(), Share::WHOLE)?,
-            ring,
-            products,
+            ring: Ring::new(cuda, shape, half)?,
+            products: products(cuda, (service, &parts), tokens, top_k)?,
             from_tokens: sizes.from_tokens,
             pairs,
             crossing: vec![Vec::new(); shape.layers()],
@@ -127,6 +129,7 @@ impl Prompts {
             taken: CudaEvent::new(cuda)?,
             done: CudaEvent::new(cuda)?,
             sums: vec![Sum::new(cuda, tokens * shape.hidden())?],
+            parts,
             service: service.clone(),
             cuda: cuda.clone(),
             _registered: registered,
@@ -151,7 +154,7 @@ impl Prompts {
     /// Enqueues a batch that [`takes`](Prompts::takes) says goes this way, and returns what [`sync`](Prompts::sync)
     /// wants. Errors: VRAM, the device, more ids than an engine may have.
     pub fn submit(&mut self, layer: &ServedLayer, batch: &DeviceTokens, stream: &CudaStream) -> Result<usize> {
-        let (cuda, hidden) = (self.cuda.clone(), self.memory().shape().hidden());
+        let (cuda, hidden) = (self.cuda.clone(), self.parts.shape().hidden());
         let experts = layer.experts_of_ids();
         if experts.len() > MAX_IDS {
             return Err(Error::Invalid(format!("{} ids of experts: at most {MAX_IDS} are supported", experts.len())));
@@ -200,10 +203,6 @@ impl Prompts {
         cuda.check()
     }
 
-    fn memory(&self) -> &Arc<ExpertMemory> {
-        self.service.memory()
-    }
-
     /// Notes which experts of a layer cross.
     fn crosses(&mut self, layer: usize, experts: &[i32]) {
         let mut crossing: Vec<usize> = experts.iter().filter_map(|&expert| usize::try_from(expert).ok()).collect();
@@ -232,7 +231,7 @@ impl Prompts {
     /// Copies hidden states and routing in the engine's order: it may overwrite its own at once.
     fn take(&self, part: &DeviceTokens, experts: &[i32], stream: &CudaStream) {
         let (cuda, choices) = (&self.cuda, part.tokens * part.top_k);
-        let bytes = part.tokens * self.memory().shape().hidden() * size_of::<bf16>();
+        let bytes = part.tokens * self.parts.shape().hidden() * size_of::<bf16>();
         cuda.wait(stream, &self.done);
         cuda.copy_within(stream, self.x.address(), Address::of_another(part.x), bytes);
         cuda.upload(stream, self.experts.address(), experts);
@@ -269,9 +268,8 @@ impl Prompts {
         if self.ring.holds[half].as_ref() == Some(part) {
             return;
         }
-        let memory = self.service.memory();
         let experts = &self.crossing[part.layer][part.ranks.clone()];
-        self.ring.copy(&self.parts, half, (part.layer, experts), vec![0; memory.shape().experts]);
+        self.ring.copy(&self.parts, half, (part.layer, experts), vec![0; self.parts.shape().experts]);
         self.ring.holds[half] = Some(part.clone());
     }
 }

@@ -10,40 +10,69 @@ use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer};
 use crate::experts::ExpertShape;
 use crate::experts::residency::{Place, Residency};
 
+/// Where slots of VRAM lie.
+pub(super) struct Slots {
+    of_layer: usize,             // as many experts of each layer as they are large enough for
+    layers: Vec<(usize, usize)>, // where those of each begin, and bytes of one
+    bytes: usize,
+}
+
+impl Slots {
+    /// Of `of_layer` experts of each layer.
+    pub(super) fn new(shape: &ExpertShape, of_layer: usize) -> Self {
+        let mut bytes = 0;
+        let place = |layout: &ExpertLayout| {
+            let at = bytes;
+            bytes += of_layer * layout.bytes();
+            (at, layout.bytes())
+        };
+        let layers = shape.layouts.iter().map(place).collect();
+        Self { of_layer, layers, bytes }
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.of_layer * self.layers.len()
+    }
+
+    /// Bytes of all.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Where a slot begins, in bytes.
+    pub(super) fn at(&self, slot: usize) -> usize {
+        let (at, bytes) = self.layers[slot / self.of_layer];
+        at + slot % self.of_layer * bytes
+    }
+}
+
 /// The experts in VRAM, and where they are.
 pub(super) struct Residents {
     cuda: Arc<Cuda>,
     experts: usize,
-    slots: usize,                // as many experts of each layer as they are large enough for
-    layers: Vec<(usize, usize)>, // where the slots of each begin, and bytes of one
-    bytes: DeviceBuffer<u8>,     // [layers][slots, bytes of an expert]
-    tables: DeviceBuffer<u64>,   // [layers, experts]: addresses; 0: in RAM alone
-    staged: PinnedBuffer<u64>,   // [layers, experts]: what is brought there
-    marks: DeviceBuffer<u64>,    // [layers, experts]: not 0 for those in VRAM and some others
-    marked: Vec<Option<usize>>,  // [layers]: how many others; `None`: not known
+    slots: Slots,
+    bytes: DeviceBuffer<u8>,    // [layers][slots, bytes of an expert]
+    tables: DeviceBuffer<u64>,  // [layers, experts]: addresses; 0: in RAM alone
+    staged: PinnedBuffer<u64>,  // [layers, experts]: what is brought there
+    marks: DeviceBuffer<u64>,   // [layers, experts]: not 0 for those in VRAM and some others
+    marked: Vec<Option<usize>>, // [layers]: how many others; `None`: not known
 }
 
 impl Residents {
     /// Room for `slots` experts of each layer. Errors: `Error::Resources` where VRAM ends.
     pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, slots: usize) -> Result<Self> {
-        let experts = shape.experts;
-        let mut all = 0;
-        let place = |layout: &ExpertLayout| {
-            let at = all;
-            all += slots * layout.bytes();
-            (at, layout.bytes())
-        };
-        let layers: Vec<_> = shape.layouts.iter().map(place).collect();
+        let (layers, experts) = (shape.layers(), shape.experts);
+        let slots = Slots::new(shape, slots);
         Ok(Self {
             cuda: cuda.clone(),
             experts,
+            bytes: DeviceBuffer::new(cuda, slots.bytes())?,
             slots,
-            bytes: DeviceBuffer::new(cuda, all)?,
-            tables: DeviceBuffer::new(cuda, layers.len() * experts)?,
-            staged: PinnedBuffer::new(cuda, layers.len() * experts)?,
-            marks: DeviceBuffer::new(cuda, layers.len() * experts)?,
-            marked: vec![None; layers.len()],
-            layers,
+            tables: DeviceBuffer::new(cuda, layers * experts)?,
+            staged: PinnedBuffer::new(cuda, layers * experts)?,
+            marks: DeviceBuffer::new(cuda, layers * experts)?,
+            marked: vec![None; layers],
         })
     }
 
@@ -56,7 +85,7 @@ impl Residents {
     ) -> Result<()> {
         let cuda = self.cuda.clone();
         for layer in 0..residency.layers() {
-            if self.slots > 0 {
+            if self.slots.len() > 0 {
                 check(layer)?;
             }
             for &expert in residency.in_vram(layer) {
@@ -72,8 +101,7 @@ impl Residents {
 
     /// Where a slot begins.
     pub(super) fn address(&self, slot: usize) -> Address<u8> {
-        let (at, bytes) = self.layers[slot / self.slots];
-        self.bytes.address().add(at + slot % self.slots * bytes)
+        self.bytes.address().add(self.slots.at(slot))
     }
 
     fn address_of(&self, residency: &Residency, layer: usize, expert: u16) -> u64 {
@@ -90,21 +118,11 @@ impl Residents {
 
     /// Brings what changed to the tables, before the next pass in the compute stream.
     pub(super) fn update(&mut self, residency: &Residency, moved: &[(usize, u16)]) {
-        self.stage(residency, moved);
-        self.cuda.upload(&self.cuda.compute, self.tables.address(), &self.staged);
-    }
-
-    /// Writes what changed where it is brought to the tables from.
-    pub(super) fn stage(&mut self, residency: &Residency, moved: &[(usize, u16)]) {
         for &(layer, expert) in moved {
             self.staged[layer * self.experts + expert as usize] = self.address_of(residency, layer, expert);
             self.marked[layer] = None;
         }
-    }
-
-    /// Where it writes that.
-    pub(super) fn staged(&self) -> Address<u64> {
-        self.staged.address()
+        self.cuda.upload(&self.cuda.compute, self.tables.address(), &self.staged);
     }
 
     /// [`addresses`](Residents::addresses) on the device.
