@@ -5,6 +5,7 @@ where SGLang can be imported."""
 import json
 import logging
 import os
+import sys
 import types
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +21,9 @@ TOP_K = 2
 
 
 @pytest.fixture(autouse=True)
-def nothing_said():
+def at_first(monkeypatch):
     moebius.sglang._said.clear()
+    monkeypatch.setattr(KTMoEWrapper, "place", (0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +140,81 @@ def test_a_bf16_checkpoint_is_converted_to_int4_once_and_the_progress_is_told(sh
         assert upstream(given).precision.startswith("int4")
         assert not any("%" in r.message for r in caplog.records)
     assert upstream(given, method="BF16").precision == "bf16", "a precision that is asked for is kept"
+
+
+def parallel(rank=0, ranks=1, **changes):
+    """What SGLang says of a process."""
+    sizes = dict.fromkeys(["moe_ep_size", "moe_dp_size", "attn_dp_size", "attn_cp_size", "nnodes"], 1)
+    sizes |= dict(tp_rank=rank, tp_size=ranks, moe_tp_size=ranks)
+    return types.SimpleNamespace(**sizes | changes)
+
+
+def fake_torch(monkeypatch, gpus):
+    cuda = types.SimpleNamespace(is_available=lambda: gpus > 0, current_device=lambda: gpus - 1)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+
+
+def test_ranks_of_one_machine_that_add_their_sums_divide_experts(monkeypatch):
+    fake_torch(monkeypatch, 2)
+    place = moebius.sglang.place
+    monkeypatch.setenv(moebius.sglang.THRESHOLD, "")
+    monkeypatch.setenv(moebius.sglang.POOL, "")
+    assert [place(parallel(rank, 2)) for rank in range(2)] == [(0, 2), (1, 2)] and place(parallel()) == (0, 1)
+    for changes in [
+        dict(moe_ep_size=2, moe_tp_size=1),
+        dict(moe_dp_size=2, moe_tp_size=1),
+        dict(attn_dp_size=2),
+        dict(attn_cp_size=2),
+        dict(nnodes=2),
+    ]:
+        assert place(parallel(1, 2, **changes)) == (0, 1), changes
+    monkeypatch.setenv(moebius.sglang.THRESHOLD, "0")
+    assert place(parallel(1, 2)) == (0, 1), "no GPU computes any of them"
+    monkeypatch.setenv(moebius.sglang.POOL, "0.5")
+    assert place(parallel(1, 2)) == (1, 2)
+    fake_torch(monkeypatch, 0)
+    assert place(parallel(1, 2)) == (0, 1)
+
+
+def test_all_ranks_hold_what_the_first_does(shape, monkeypatch, caplog):
+    fake_torch(monkeypatch, 2)
+    monkeypatch.setenv(moebius.sglang.THRESHOLD, "256")
+    monkeypatch.setenv(moebius.sglang.POOL, "0.5")
+    told = []
+
+    def from_first(value):
+        told.append(value)
+        return told[0]
+
+    monkeypatch.setattr(moebius.sglang, "_from_first", from_first)
+    calls = []
+    monkeypatch.setattr(KTMoEWrapper, "compute_prompts", lambda _, *a, **k: calls.append((a, k)))
+    monkeypatch.setattr(KTMoEWrapper, "hold_experts", lambda _, *a, **k: calls.append((a, k)) or 5)
+    monkeypatch.setattr(KTMoEWrapper, "pool", lambda _, device: f"of device {device}")
+    with caplog.at_level(logging.INFO, "moebius"):
+        for rank in range(2):
+            monkeypatch.setattr(KTMoEWrapper, "place", (rank, 2))
+            wrapper = upstream(shape, method="BF16")
+            assert wrapper.is_divided
+            wrapper.load_weights(np.arange(shape["num_experts"]))
+    prompts = ((1,), dict(from_tokens=256, tokens=512, top_k=TOP_K))
+    held = dict(pool_bytes=1 << 29, top_k=TOP_K)
+    assert calls == [prompts, ((1,), held | dict(pool=None)), prompts, ((1,), held | dict(pool="of device 1"))]
+    assert told == ["of device 1", None]
+    said = [r.message for r in caplog.records]
+    assert "prompts of 256 tokens or more are computed on 2 GPUs, a part of each expert on each" in said
+    assert "5 of 8 experts of each layer are held for decode on 2 GPUs, a part of each expert on each" in said
+
+
+def test_a_width_that_cannot_be_divided_is_told(shape, monkeypatch, caplog):
+    fake_torch(monkeypatch, 2)
+    monkeypatch.setattr(KTMoEWrapper, "compute_prompts", lambda *_, **__: None)
+    monkeypatch.setattr(KTMoEWrapper, "place", (0, 2))
+    with caplog.at_level(logging.INFO, "moebius"):
+        wrapper = upstream(shape)  # INT4 in groups of 128, its width
+        wrapper.load_weights(np.arange(shape["num_experts"]))
+    assert not wrapper.is_divided
+    assert any("of width 128 cannot be divided by 2: the first GPU computes" in r.message for r in caplog.records)
 
 
 # --- within SGLang --------------------------------------------------------------------------------------------------
@@ -305,17 +382,8 @@ def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor,
     if device != "cpu" and not torch.cuda.is_available():
         pytest.skip("there is no GPU: SGLang's calls of it are stood in for")
     experts, gpu_experts = shape["num_experts"], 3
-    monkeypatch.setattr(kt, "get_parallel", lambda: types.SimpleNamespace(tp_rank=0))
-    if device == "cpu":
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0))
-    from sglang.srt.eplb import expert_location_dispatch
-
-    identity = torch.arange(experts).repeat(2, 1)
-    metadata = types.SimpleNamespace(physical_to_logical_map_cpu=identity)
-    monkeypatch.setattr(
-        expert_location_dispatch, "get_global_expert_location_metadata", lambda: metadata, raising=False
-    )
+    monkeypatch.setattr(kt, "get_parallel", parallel)
+    stand_in(sglang, monkeypatch, experts, device)
     config = kt.KTConfig(0, gpu_experts, None, 2, "demo", 512, None, "BF16", num_layers=2)
     method = kt.KTEPWrapperMethod(GpuMethod(), config)
     layer = types.SimpleNamespace(
@@ -365,6 +433,56 @@ def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor,
         )
         assert error(out.float().cpu().numpy(), expected) < 0.01
         assert (chosen < gpu_experts).all(), "SGLang overwrites the ids that it gave"
+
+
+def stand_in(sglang, monkeypatch, experts, device):
+    """For what SGLang's wrapper asks of the rest of it."""
+    torch = sglang.torch
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0))
+    from sglang.srt.eplb import expert_location_dispatch
+
+    identity = torch.arange(experts).repeat(2, 1)
+    metadata = types.SimpleNamespace(physical_to_logical_map_cpu=identity)
+    monkeypatch.setattr(
+        expert_location_dispatch, "get_global_expert_location_metadata", lambda: metadata, raising=False
+    )
+
+
+@pytest.mark.parametrize("factor", [None, 2.5])
+def test_what_sglangs_own_wrapper_returns_on_two_ranks_adds_up(sglang, shape, monkeypatch, factor):
+    torch, kt, experts = sglang.torch, sglang.kt, shape["num_experts"]
+    stand_in(sglang, monkeypatch, experts, "cpu")
+    monkeypatch.setattr(moebius.sglang, "place", lambda of: (of.tp_rank, of.tp_size))
+    x, ids, weights = random_batch(np.random.default_rng(1), 7, TOP_K, experts, shape["hidden_size"])
+    x, outs = torch.from_numpy(x).to(torch.bfloat16), []
+    for rank in range(2):
+        monkeypatch.setattr(kt, "get_parallel", lambda: parallel(rank, 2))
+        method = kt.KTEPWrapperMethod(GpuMethod(), kt.KTConfig(0, 3, None, 2, "demo", 512, None, "BF16", num_layers=2))
+        width = shape["moe_intermediate_size"] // 2
+        layer = types.SimpleNamespace(
+            torch=torch,
+            top_k=TOP_K,
+            intermediate_size_per_partition=width,
+            moe_tp_size=2,
+            should_fuse_routed_scaling_factor_in_topk=False,
+        )
+        method.create_weights(layer, experts, shape["hidden_size"], width, torch.bfloat16)
+        runner = types.SimpleNamespace(activation="silu", routed_scaling_factor=factor, num_local_experts=experts)
+        method.create_moe_runner(layer, runner)
+        method.process_weights_after_loading(layer)
+        numbers = [method.wrapper.expert_weights(e) for e in range(experts)]
+        # This rank's half of the width of SGLang's own experts.
+        half = slice(rank * width, (rank + 1) * width)
+        layer.experts = [
+            tuple(torch.from_numpy(np.array(part)) for part in (gate[half], up[half], down[:, half]))
+            for gate, up, down in numbers
+        ]
+        topk = topk_output(torch.from_numpy(weights), torch.from_numpy(ids.copy()))
+        outs.append(method.apply(layer, dispatch_output(x, topk)).hidden_states.float().numpy())
+    expected = reference(numbers, x.float().numpy(), ids, weights) * (factor or 1)
+    assert error(sum(outs), expected) < 0.01
 
 
 def topk_output(weights, ids):

@@ -38,6 +38,8 @@ use super::service::{DeviceTokens, ExpertService, RowType, ServedLayer, Tokens};
 use crate::cuda::kernels::rows::ROW_NUMBERS;
 use crate::cuda::kernels::stream::RECORD_WORDS;
 use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
+use crate::machine::memory::interleaved;
+use crate::machine::topology::Topology;
 use crate::machine::workers::{Gate, Team};
 use crate::{Error, Result};
 
@@ -167,7 +169,9 @@ impl StreamPort {
         if let Some(pinned) = all.iter().find(|pinned| Arc::ptr_eq(&pinned.service, service)) {
             return pinned.registered.clone();
         }
-        let registered = Arc::new(pin(service.memory()));
+        // This reads what is mapped and was not read before: the CPU wants it on all nodes.
+        let nodes = Topology::read().memory_nodes();
+        let registered = Arc::new(interleaved(&nodes, || pin(service.memory())));
         all.push(PinnedExperts { registered: registered.clone(), service: service.clone() });
         registered
     }

@@ -45,6 +45,36 @@ pub enum Pages {
 
 const HUGE_PAGE: usize = 2 << 20;
 
+/// NUMA nodes of any kernel.
+const MAX_NODES: usize = 1024;
+
+fn mask_of(nodes: &[usize]) -> [u64; MAX_NODES / 64] {
+    let mut mask = [0; MAX_NODES / 64];
+    for &node in nodes.iter().filter(|&&node| node < MAX_NODES - 1) {
+        mask[node / 64] |= 1 << (node % 64);
+    }
+    mask
+}
+
+/// Runs `read`. Pages of files that this thread is the first to read there come from all these NUMA nodes in turn; where
+/// the system refuses that, from where it likes.
+pub fn interleaved<T>(nodes: &[usize], read: impl FnOnce() -> T) -> T {
+    let (mut before, mut policy) = ([0u64; MAX_NODES / 64], 0 as libc::c_int);
+    let mask = mask_of(nodes);
+    // SAFETY: both read or write one number and a mask that is as long as they are told.
+    let is_set = nodes.len() > 1
+        && unsafe {
+            libc::syscall(libc::SYS_get_mempolicy, &mut policy, before.as_mut_ptr(), MAX_NODES, 0usize, 0usize) == 0
+                && libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_INTERLEAVE, mask.as_ptr(), MAX_NODES) == 0
+        };
+    let result = read();
+    if is_set {
+        // SAFETY: as above.
+        unsafe { libc::syscall(libc::SYS_set_mempolicy, policy, before.as_ptr(), MAX_NODES) };
+    }
+    result
+}
+
 /// Zeroed numbers outside the allocator's memory, from a 2 MiB boundary on; pages are taken when first written. A
 /// [`Heap`](super::heap::Heap) hands them out.
 pub struct Buffer<T> {
@@ -102,12 +132,8 @@ impl<T: Pod> Buffer<T> {
     }
 
     fn place(&self, elements: Range<usize>, policy: libc::c_int, nodes: &[usize]) -> io::Result<()> {
-        const MAX_NODES: usize = 1024; // of any kernel
         let Some(map) = &self.map else { return Ok(()) };
-        let mut mask = [0u64; MAX_NODES / 64];
-        for &node in nodes.iter().filter(|&&node| node < MAX_NODES - 1) {
-            mask[node / 64] |= 1 << (node % 64);
-        }
+        let mask = mask_of(nodes);
         // A page on the border of two parts belongs to the second.
         let page = |element: usize| (self.first + element * size_of::<T>()) / 4096 * 4096;
         let (from, to) = (page(elements.start), page(elements.end).max(page(elements.start)));

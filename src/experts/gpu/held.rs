@@ -244,21 +244,25 @@ impl HeldExperts {
             None => None,
         };
         let ((version, taken), agreed, places) = (board.versions(), board.agreed(), board.places.address());
+        let (slots, tables) = (DeviceBuffer::from_slice(cuda, &addresses)?, DeviceBuffer::from_slice(cuda, &table)?);
+        let (own, products) = (DeviceBuffer::zeros(cuda, 2)?, products(cuda, (service, &parts), tokens, top_k)?);
+        let beside = CudaStream::beside()?;
+        cuda.synchronize()?;
         if let Some(regions) = &regions {
             board.join(bytes.address(), regions);
         }
-        let new = Self {
-            beside: CudaStream::beside()?,
-            products: products(cuda, (service, &parts), tokens, top_k)?,
+        Ok(Self {
+            beside,
+            products,
             tokens,
             pairs: tokens * top_k,
             held,
             layers: RwLock::new((0..layers).map(|_| None).collect()),
             last: AtomicUsize::new(0),
             _bytes: bytes,
-            slots: DeviceBuffer::from_slice(cuda, &addresses)?,
-            tables: DeviceBuffer::from_slice(cuda, &table)?,
-            own: DeviceBuffer::zeros(cuda, 2)?,
+            slots,
+            tables,
+            own,
             places,
             version,
             taken,
@@ -276,9 +280,7 @@ impl HeldExperts {
             service: service.clone(),
             cuda: cuda.clone(),
             _registered: registered,
-        };
-        cuda.synchronize()?;
-        Ok(new)
+        })
     }
 
     /// What other ranks are given to hold the same experts; `None`: there are none.
