@@ -2,6 +2,7 @@
 """`moebius.sglang` in the place of kt_kernel: as it is made and called, and within SGLang's own, unmodified modules
 where SGLang can be imported."""
 
+import inspect
 import json
 import logging
 import os
@@ -483,6 +484,25 @@ def test_what_sglangs_own_wrapper_returns_on_two_ranks_adds_up(sglang, shape, mo
         outs.append(method.apply(layer, dispatch_output(x, topk)).hidden_states.float().numpy())
     expected = reference(numbers, x.float().numpy(), ids, weights) * (factor or 1)
     assert error(sum(outs), expected) < 0.01
+
+
+def test_sglang_says_what_ranks_there_are(sglang, monkeypatch):
+    from sglang.srt import distributed, runtime_context
+
+    monkeypatch.setattr(sglang.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv(moebius.sglang.THRESHOLD, "")
+    context = runtime_context.get_parallel()
+    with context.override(**vars(parallel(1, 2))):
+        assert moebius.sglang.place(context) == (1, 2)
+    with context.override(**vars(parallel(1, 2, moe_ep_size=2, moe_tp_size=1))):
+        assert moebius.sglang.place(context) == (0, 1)
+    asked = []
+    group = types.SimpleNamespace(broadcast_object=lambda value, src: asked.append((value, src)))
+    monkeypatch.setattr(distributed, "get_tp_group", lambda: group)
+    moebius.sglang._from_first("a path")
+    assert asked == [("a path", 0)]
+    own = distributed.parallel_state.GroupCoordinator.broadcast_object
+    assert list(inspect.signature(own).parameters) == ["self", "obj", "src"]
 
 
 def topk_output(weights, ids):
