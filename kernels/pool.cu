@@ -91,8 +91,8 @@ __device__ uint32_t version_of_pass(const Agreed& agreed, const uint32_t* versio
     return newest != own && (int)(load_acquire_system(agreed.from) - pass) > 0 ? own : newest;
 }
 
-// places, table [entries]: the slot of each expert and 1, and its address; 0: in RAM. slots: where each begins. own [2]:
-// what was taken last, and passes, as the device counts.
+// places, table [entries]: the slot of each expert and 1, and its address; 0: in RAM. slots: where each begins.
+// own [2]: what was taken last, and passes, as the device counts.
 KERNEL(take_table, TABLE_THREADS, 0, const uint64_t* places, const uint64_t* slots, uint64_t* table, int entries,
     const uint32_t* version, uint32_t* own, uint32_t* taken, const __grid_constant__ Agreed agreed) {
     begin_kernel();

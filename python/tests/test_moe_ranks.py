@@ -1,6 +1,8 @@
 # mypy: ignore-errors
-"""`MoE` of several ranks, each with a device of kernels/emulator: the sum of what they return is the layer's."""
+"""`MoE` of several ranks, each with a device, of kernels/emulator or real: the sum of what they return is the layer's.
+Skipped by name without the emulator, and where there are fewer real GPUs."""
 
+import ctypes
 import multiprocessing
 import os
 import subprocess
@@ -14,6 +16,8 @@ from device import EMULATOR, Driver
 from moe_reference import error, random_batch, random_weights, reference
 
 TOP_K = 3
+LIBRARIES = {"emulator": str(EMULATOR), "gpu": "libcuda.so.1"}
+LIBRARY = LIBRARIES.get(os.environ.get("MOEBIUS_TEST_RANKS"))
 #: Devices round between products.
 TOLERANCE = {"bf16": 0.02, "int8": 0.03, "int4": 0.03}
 
@@ -34,7 +38,7 @@ class Rank:
     def __init__(self, rank, ranks, layers, **model):
         import moebius
 
-        self.driver, self.rank = Driver(EMULATOR, rank), rank
+        self.driver, self.rank = Driver(LIBRARY, rank), rank
         self.layers = [moebius.MoE(layer=i, rank=rank, ranks=ranks, num_gpu_experts=1, **model) for i in layers]
         self.stream, self.graphs, self.given = self.driver.stream(), {}, {}
 
@@ -124,25 +128,43 @@ def another(pipe, rank, ranks, given, layers, pool, sizes):
         pipe.send(one.end())
 
 
-if "MOEBIUS_TEST_EMULATED" not in os.environ:
-    # A process of its own: libcuda is loaded once, and other tests may have looked for a real one.
-    def test_on_the_emulator():
-        if not EMULATOR.exists():
+def count(library):
+    """How many devices there are."""
+    try:
+        cuda, number = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL), ctypes.c_int()
+    except OSError:
+        return 0
+    return number.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0 else 0
+
+
+if LIBRARY is None:
+    # Processes of their own: libcuda is loaded once.
+    @pytest.mark.parametrize("where", LIBRARIES)
+    def test_ranks(where):
+        if where == "emulator" and not EMULATOR.exists():
             pytest.skip(f"{EMULATOR} is not built: make emulator")
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", __file__],
-            env=os.environ | {"MOEBIUS_TEST_EMULATED": "1"},
+            env=os.environ | {"MOEBIUS_TEST_RANKS": where},
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
             timeout=500,
         )
         assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+        if " passed" not in run.stdout:
+            pytest.skip("there are no two GPUs: ranks are tested on the emulator only")
 
 else:
+    DEVICES = count(LIBRARY)
     import moebius
 
-    Driver(EMULATOR)  # before a real libcuda is looked for
+    @pytest.fixture(autouse=True)
+    def as_many_devices(request):
+        ranks = getattr(request.node, "callspec", None)
+        ranks = ranks.params.get("ranks", 2) if ranks else 2
+        if DEVICES < ranks:
+            pytest.skip(f"{DEVICES} of {ranks} GPUs")
 
     # Widths in steps of 32: one of two ranks has twice the other's, one of three a step more or less than another.
     @pytest.mark.parametrize("ranks, width, hidden", [(2, 96, 160), (2, 64, 96), (3, 160, 64), (4, 128, 96)])

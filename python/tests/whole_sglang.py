@@ -8,8 +8,9 @@ The models are the demo's, Qwen3-MoE and DeepSeek-V3, with heads as wide as SGLa
 (padded_demo.py). They are trained, so most tokens have no near-tie: where the GPU's server prefers a token by more than
 rounding explains, every other server must prefer it as well. That holds for BF16 and INT4 experts, with decode in CUDA
 graphs and without, for questions (on the CPU) and for a conversation of them all (on the GPU), one at a time and for
-200 requests at once, of which two thirds are aborted in different ways. Servers of one model run side by side. Skips by
-name without SGLang or a GPU.
+200 requests at once, of which two thirds are aborted in different ways. Servers of one model run side by side. The
+servers called tp2 divide everything over two GPUs. Skips by name without SGLang or a GPU, and those without a second
+one.
 """
 
 import argparse
@@ -51,6 +52,8 @@ ANSWER_TOKENS, REQUESTS = 48, 200
 #: By how much the likeliest token must lead for every server to choose it, and how much log probabilities may differ in
 #: the mean. BF16 experts differ by the order of sums; INT4 ones are other weights.
 BOUNDS = {"BF16": (0.5, 0.05), "INT4": (4.0, 0.3)}
+
+WAYS = ("graphs", "eager", "pool", "tp2", "tp2-eager", "tp2-pool")
 
 
 def answer(server, prompt):
@@ -128,6 +131,20 @@ def check(server, experts, prompts, reference):
     return counts | dict(took_s=round(time.monotonic() - start, 1)), [ids for _, ids in alone], wrong
 
 
+def in_small_groups(model, folder):
+    """A cache of the model's experts as INT4 in groups of 32: in the usual ones of 128, which are the demo's whole width,
+    they cannot be divided."""
+    import moebius
+
+    moebius.MoE(model, _first_layer(model), precision="int4", group_size=32, cache_dir=folder, load=False)
+    (path,) = [path for path in folder.rglob("*") if path.is_file() and path.open("rb").read(8) == b"MOEBIUS\0"]
+    return path
+
+
+def _first_layer(model):
+    return json.loads((model / "config.json").read_text()).get("first_k_dense_replace", 0)
+
+
 def servers(model, gpu_experts, common):
     """Each one's name, precision of experts, flags, environment. The others are held against the first."""
     eager = ["--disable-decode-cuda-graph"]
@@ -138,6 +155,11 @@ def servers(model, gpu_experts, common):
         own += ["--kt-gpu-prefill-token-threshold", "128"]
         for how, flags in [("graphs", []), ("eager", eager), ("pool", ["--kt-gpu-pool-gib", pool])]:
             yield f"{experts}-{how}", experts, [*common, *own, *flags], {}
+        if experts == "INT4":
+            own[1] = str(in_small_groups(model, model.parent / f"{model.name}-groups"))
+        half = ["--kt-gpu-pool-gib", str(float(pool) / 2)]  # of each expert's width on each GPU
+        for how, flags in [("tp2", []), ("tp2-eager", eager), ("tp2-pool", half)]:
+            yield f"{experts}-{how}", experts, [*common, *own, "--tp-size", "2", *flags], {}
 
 
 def compare(name, given, flags, out, scratch):
@@ -179,6 +201,10 @@ def compare(name, given, flags, out, scratch):
     failed = False
     with concurrent.futures.ThreadPoolExecutor(given.at_once) as pool:
         plan = [server for server in servers(model, given.gpu_experts, common) if server[0] in given.servers]
+        if given.gpus < 2:
+            wanting = [server for server in plan if "-tp2" in server[0]]
+            print("\n".join(f"{name}-{what}: skipped: it wants two GPUs" for what, *_ in wanting))
+            plan = [server for server in plan if server not in wanting]
         futures = [pool.submit(run, place, *server) for place, server in enumerate(plan)]
         for future in concurrent.futures.as_completed(futures):
             result = future.result()
@@ -196,13 +222,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gqa,mla")
     parser.add_argument("--gpu-experts", type=int, default=2, help="of eight, on the GPU")
-    names = ["gpu", *(f"{experts}-{how}" for experts in BOUNDS for how in ("graphs", "eager", "pool"))]
+    names = ["gpu", *(f"{experts}-{how}" for experts in BOUNDS for how in WAYS)]
     parser.add_argument("--servers", nargs="+", choices=names, default=names, help="gpu is needed")
     parser.add_argument("--at-once", type=int, default=5, help="servers side by side")
     parser.add_argument("--out", type=Path, help="folder of logs and results")
     given = parser.parse_args(own)
     if reason := missing("cpu" if "cpu" in flags else "cuda"):
         return print(f"skipped: {reason}")
+    import torch
+
+    given.gpus = torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as scratch:
         out = given.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
