@@ -181,6 +181,8 @@ class KTMoEWrapper(MoE):
         # Now, not when the plugin is loaded: SGLang configures its log in between.
         _say_once(logging.INFO, f"moebius {version('moebius')} computes the experts of {weight_path}")
         rank, ranks = self.place
+        if rank > 0:
+            _from_first(None)  # which downloads and converts a model for all
         super().__init__(
             weight_path,
             layer_idx,
@@ -190,6 +192,8 @@ class KTMoEWrapper(MoE):
             ranks=ranks,
             load=False,
         )
+        if rank == 0 and ranks > 1:
+            _from_first(None)
         for what, given, own in [
             ("hidden_size", hidden_size, self.hidden_size),
             ("moe_intermediate_size", moe_intermediate_size, self.intermediate_size),

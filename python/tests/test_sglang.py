@@ -185,7 +185,7 @@ def test_all_ranks_hold_what_the_first_does(shape, monkeypatch, caplog):
 
     def from_first(value):
         told.append(value)
-        return told[0]
+        return "of device 1"
 
     monkeypatch.setattr(moebius.sglang, "_from_first", from_first)
     calls = []
@@ -201,7 +201,8 @@ def test_all_ranks_hold_what_the_first_does(shape, monkeypatch, caplog):
     prompts = ((1,), dict(from_tokens=256, tokens=512, top_k=TOP_K))
     held = dict(pool_bytes=1 << 29, top_k=TOP_K)
     assert calls == [prompts, ((1,), held | dict(pool=None)), prompts, ((1,), held | dict(pool="of device 1"))]
-    assert told == ["of device 1", None]
+    # Each rank once for what the first one opens before the others, and once for its pool.
+    assert told == [None, "of device 1", None, None]
     said = [r.message for r in caplog.records]
     assert "prompts of 256 tokens or more are computed on 2 GPUs, a part of each expert on each" in said
     assert "5 of 8 experts of each layer are held for decode on 2 GPUs, a part of each expert on each" in said
@@ -211,6 +212,7 @@ def test_a_width_that_cannot_be_divided_is_told(shape, monkeypatch, caplog):
     fake_torch(monkeypatch, 2)
     monkeypatch.setattr(KTMoEWrapper, "compute_prompts", lambda *_, **__: None)
     monkeypatch.setattr(KTMoEWrapper, "place", (0, 2))
+    monkeypatch.setattr(moebius.sglang, "_from_first", lambda value: value)
     with caplog.at_level(logging.INFO, "moebius"):
         wrapper = upstream(shape)  # INT4 in groups of 128, its width
         wrapper.load_weights(np.arange(shape["num_experts"]))
@@ -456,6 +458,7 @@ def test_what_sglangs_own_wrapper_returns_on_two_ranks_adds_up(sglang, shape, mo
     torch, kt, experts = sglang.torch, sglang.kt, shape["num_experts"]
     stand_in(sglang, monkeypatch, experts, "cpu")
     monkeypatch.setattr(moebius.sglang, "place", lambda of: (of.tp_rank, of.tp_size))
+    monkeypatch.setattr(moebius.sglang, "_from_first", lambda value: value)
     x, ids, weights = random_batch(np.random.default_rng(1), 7, TOP_K, experts, shape["hidden_size"])
     x, outs = torch.from_numpy(x).to(torch.bfloat16), []
     for rank in range(2):
