@@ -46,10 +46,10 @@ class MoE:
     into a CUDA graph. Later work on that stream may overwrite the arrays given to ``submit_forward``. Graphs that were
     recorded on the same stream must not run at the same time.
 
-    An engine with several GPUs may give all of them the same batches and add what they return. Then each is a rank, with
-    a :class:`MoE` of its own, usually in a process of its own. With :meth:`compute_prompts` and :meth:`hold_experts`
-    every GPU computes its part of the experts' width. All cores of the processor compute the other experts, once, for
-    the first rank. What a rank does not compute is zeros. All ranks map one copy of the experts.
+    An engine with several GPUs may give all of them the same batches and add what they return. Then each is a rank,
+    with a :class:`MoE` of its own, usually in a process of its own. With :meth:`compute_prompts` and
+    :meth:`hold_experts` every GPU computes its part of the experts' width. All cores of the processor compute the other
+    experts, once, for the first rank. What a rank does not compute is zeros. All ranks map one copy of the experts.
 
     Args:
         model: a folder in the Hugging Face layout, a GGUF file, a Hugging Face id, or a Moebius cache file. Its experts

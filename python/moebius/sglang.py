@@ -124,8 +124,9 @@ def _from_first(value: str | None) -> str | None:
 
 
 def place(parallel: Any) -> tuple[int, int]:
-    """This process's rank among those whose GPUs divide Moebius's experts, and how many there are. ``parallel``: SGLang's
-    ``get_parallel()``.
+    """This process's rank among those whose GPUs divide Moebius's experts, and how many there are.
+
+    ``parallel``: SGLang's ``get_parallel()``.
 
     They are the tensor parallel ranks of one machine, if all are given the same tokens and SGLang adds what all return.
     Otherwise it is (0, 1), and only SGLang's first rank computes.
@@ -222,22 +223,26 @@ class KTMoEWrapper(MoE):
         if torch is None or not torch.cuda.is_available():
             return
         (rank, ranks), device = self.place, torch.cuda.current_device()
-        if ranks > 1 and rank == 0 and not self.is_divided:
-            text = f"experts of width {self.intermediate_size} cannot be divided by {ranks}: the first GPU computes them"
-            _say_once(logging.WARNING, text)
         gpus = f"{ranks} GPUs, a part of each expert on each" if self.is_divided else "the GPU"
+
+        def say(level: int, text: str) -> None:
+            if rank == 0:
+                _say_once(level, text)
+
+        if ranks > 1 and not self.is_divided:
+            width = self.intermediate_size
+            say(logging.WARNING, f"experts of width {width} cannot be divided by {ranks}: the first GPU computes them")
         # Before SGLang measures what memory is left for its KV cache.
         if (from_tokens := _from_tokens()) > 0:
             self.compute_prompts(device, from_tokens=from_tokens, **self._prompts)
-            _say_once(logging.INFO, f"prompts of {from_tokens} tokens or more are computed on {gpus}")
+            say(logging.INFO, f"prompts of {from_tokens} tokens or more are computed on {gpus}")
         if (pool_bytes := _pool_bytes()) > 0:
             sizes = dict(pool_bytes=pool_bytes, top_k=self._prompts["top_k"])
             pool = _from_first(None) if rank > 0 else None
             held = self.hold_experts(device, pool=pool, **sizes)
             if rank == 0 and ranks > 1:
                 _from_first(self.pool(device))
-            text = f"{held} of {self.num_experts} experts of each layer are held for decode on {gpus}"
-            _say_once(logging.INFO, text)
+            say(logging.INFO, f"{held} of {self.num_experts} experts of each layer are held for decode on {gpus}")
 
 
 class _OfNoMethod:

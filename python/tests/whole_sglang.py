@@ -132,8 +132,8 @@ def check(server, experts, prompts, reference):
 
 
 def in_small_groups(model, folder):
-    """A cache of the model's experts as INT4 in groups of 32: in the usual ones of 128, which are the demo's whole width,
-    they cannot be divided."""
+    """A cache of the model's experts as INT4 in groups of 32: the usual 128 are the demo's whole width, which cannot be
+    divided then."""
     import moebius
 
     moebius.MoE(model, _first_layer(model), precision="int4", group_size=32, cache_dir=folder, load=False)

@@ -176,9 +176,9 @@ impl StreamPort {
         registered
     }
 
-    /// Lets the device compute its [share](ServedLayer::device_share) of the prompts of a layer's model of `sizes.from_tokens`
-    /// tokens or more, if they are bf16 and not recorded, in layers that are [loaded](ServedLayer::load). Does nothing
-    /// where it does already.
+    /// Lets the device compute its [share](ServedLayer::device_share) of the prompts of a layer's model of
+    /// `sizes.from_tokens` tokens or more, if they are bf16 and not recorded, in layers that are
+    /// [loaded](ServedLayer::load). Does nothing where it does already.
     ///
     /// Errors: `Error::Resources` where VRAM ends; `Error::Invalid` for more experts than its kernels take.
     pub fn compute_prompts(&self, layer: &ServedLayer, sizes: PromptSizes) -> Result<()> {
@@ -190,9 +190,9 @@ impl StreamPort {
         Ok(())
     }
 
-    /// Lets the device hold its [share](ServedLayer::device_share) of experts of a layer's model, and this layer use them in
-    /// batches of bf16 of up to `sizes.tokens` tokens. The first call for a model takes the memory; its `sizes` are
-    /// kept. `first`: of another rank, the first one's [`pool`](StreamPort::pool).
+    /// Lets the device hold its [share](ServedLayer::device_share) of experts of a layer's model, and this layer use
+    /// them in batches of bf16 of up to `sizes.tokens` tokens. The first call for a model takes the memory; its `sizes`
+    /// are kept. `first`: of another rank, the first one's [`pool`](StreamPort::pool).
     ///
     /// Errors: `Error::Resources` where VRAM ends; `Error::Invalid` for too little of it or more experts than its
     /// kernels take; `Error::Cache` for a damaged expert.

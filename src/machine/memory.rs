@@ -56,8 +56,8 @@ fn mask_of(nodes: &[usize]) -> [u64; MAX_NODES / 64] {
     mask
 }
 
-/// Runs `read`. Pages of files that this thread is the first to read there come from all these NUMA nodes in turn; where
-/// the system refuses that, from where it likes.
+/// Runs `read`. Pages of files that this thread is the first to read there come from all these NUMA nodes in turn;
+/// where the system refuses that, from where it likes.
 pub fn interleaved<T>(nodes: &[usize], read: impl FnOnce() -> T) -> T {
     let (mut before, mut policy) = ([0u64; MAX_NODES / 64], 0 as libc::c_int);
     let mask = mask_of(nodes);

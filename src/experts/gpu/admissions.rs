@@ -62,8 +62,8 @@ impl Buffers {
     }
 }
 
-/// Where the device sees each region of the experts' memory; `None`: some of it is not pinned, or does not lie in pieces
-/// that `admit` copies.
+/// Where the device sees each region of the experts' memory; `None`: some of it is not pinned, or does not lie in
+/// pieces that `admit` copies.
 pub(super) fn addresses(memory: &ExpertMemory, parts: &Parts, registered: &[Registered]) -> Option<Vec<u64>> {
     let addresses: Option<Vec<u64>> = registered.iter().map(Registered::address).collect();
     addresses.filter(|all| all.len() == memory.regions().len() && parts.are_multiples_of(16))

@@ -19,7 +19,8 @@
 //! Batches of a model must not run at the same time on two streams.
 //!
 //! Of an engine with several ranks each holds its part of the width of the same experts, and the engine adds the sums.
-//! The first one's owner decides for all (`board`), and the CPU computes for it alone. All ranks enqueue the same passes.
+//! The first one's owner decides for all (`board`), and the CPU computes for it alone. All ranks enqueue the same
+//! passes.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
