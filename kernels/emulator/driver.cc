@@ -279,7 +279,10 @@ Result cuMemHostAlloc(void** p, size_t bytes, unsigned) {
     return pin(*p, bytes), SUCCESS;
 }
 Result cuMemFreeHost(void* p) { return pin(p, 0), free(p), SUCCESS; }
-Result cuMemHostRegister_v2(void* p, size_t bytes, unsigned) { return pin(p, bytes), SUCCESS; }
+Result cuMemHostRegister_v2(void* p, size_t bytes, unsigned) {
+    if (is_pinned(p)) return 712; // already registered
+    return pin(p, bytes), SUCCESS;
+}
 Result cuMemHostUnregister(void* p) { return pin(p, 0), SUCCESS; }
 Result cuMemHostGetDevicePointer_v2(uint64_t* device, void* p, unsigned) { return *device = (uint64_t)p, SUCCESS; }
 

@@ -145,7 +145,7 @@ def _first_layer(model):
     return json.loads((model / "config.json").read_text()).get("first_k_dense_replace", 0)
 
 
-def servers(model, gpu_experts, common):
+def servers(model, gpu_experts, common, gpus):
     """Each one's name, precision of experts, flags, environment. The others are held against the first."""
     eager = ["--disable-decode-cuda-graph"]
     yield "gpu", "BF16", [*common, "--disable-prefill-cuda-graph"], {"SGLANG_PLUGINS": "none"}
@@ -155,6 +155,9 @@ def servers(model, gpu_experts, common):
         own += ["--kt-gpu-prefill-token-threshold", "128"]
         for how, flags in [("graphs", []), ("eager", eager), ("pool", ["--kt-gpu-pool-gib", pool])]:
             yield f"{experts}-{how}", experts, [*common, *own, *flags], {}
+        if gpus < 2:
+            print(f"{model.name}: {experts}-tp2 is skipped: there is one GPU, and it wants two")
+            continue
         if experts == "INT4":
             own[1] = str(in_small_groups(model, model.parent / f"{model.name}-groups"))
         half = ["--kt-gpu-pool-gib", str(float(pool) / 2)]  # of each expert's width on each GPU
@@ -200,11 +203,8 @@ def compare(name, given, flags, out, scratch):
 
     failed = False
     with concurrent.futures.ThreadPoolExecutor(given.at_once) as pool:
-        plan = [server for server in servers(model, given.gpu_experts, common) if server[0] in given.servers]
-        if given.gpus < 2:
-            wanting = [server for server in plan if "-tp2" in server[0]]
-            print("\n".join(f"{name}-{what}: skipped: it wants two GPUs" for what, *_ in wanting))
-            plan = [server for server in plan if server not in wanting]
+        all_servers = servers(model, given.gpu_experts, common, given.gpus)
+        plan = [server for server in all_servers if server[0] in given.servers]
         futures = [pool.submit(run, place, *server) for place, server in enumerate(plan)]
         for future in concurrent.futures.as_completed(futures):
             result = future.result()

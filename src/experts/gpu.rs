@@ -212,11 +212,6 @@ fn learning(
     }
 }
 
-/// Pins experts where they lie. Not pinned is slower, not wrong: some systems allow it for no memory of files.
-pub(super) fn pin(memory: &ExpertMemory) -> Vec<Registered> {
-    memory.regions().into_iter().map_while(|region| Registered::new(region, !memory.is_copy()).ok()).collect()
-}
-
 impl GpuExperts {
     /// Takes over experts in RAM, copies those that are to live in VRAM, and pins the others where they lie.
     ///
@@ -234,7 +229,7 @@ impl GpuExperts {
         let (layers, experts) = (shape.layers(), shape.experts);
         let (popularity, path) = (Popularity::of(cache), cache.is_file().then(|| Popularity::path_of(cache.path())));
         let registered = match (sizes.ring >= 2 || sizes.resident > 0) && sizes.in_ram(experts) > 0 {
-            true => pin(&memory),
+            true => memory.pin(),
             false => Vec::new(),
         };
         let start = Start {

@@ -15,7 +15,7 @@ use moebius_cache::pack::ExpertLayout;
 use moebius_cache::pack::TilePart;
 
 #[cfg(feature = "cuda")]
-use crate::cuda::Runs;
+use crate::cuda::{Registered, Runs};
 use crate::machine::heap::Heap;
 use crate::machine::memory::{self, Buffer};
 use crate::machine::topology;
@@ -338,6 +338,12 @@ impl ExpertMemory {
             return self.copy.iter().map(|slice| &*slice.bytes).collect();
         }
         (0..self.cache.num_layers()).map(|layer| self.cache.layer(layer)).collect()
+    }
+
+    /// Pins the experts where they lie. Not pinned is slower, not wrong: some systems allow it for no memory of files.
+    #[cfg(feature = "cuda")]
+    pub fn pin(&self) -> Vec<Registered> {
+        self.regions().into_iter().map_while(|region| Registered::new(region, !self.is_copy()).ok()).collect()
     }
 
     /// Announces that the bytes of these experts are read next; every reader calls this first, some a layer ahead.

@@ -4,6 +4,8 @@
 //! All layers share one team and one set of buffers, so calls go one after the other. Batches of any size are cut into
 //! parts.
 
+#[cfg(feature = "cuda")]
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
@@ -13,8 +15,14 @@ use half::{bf16, f16};
 use super::cpu::CpuExperts;
 use super::{Epilogue, ExpertMemory};
 use crate::backend::Routing;
+#[cfg(feature = "cuda")]
+use crate::cuda::Registered;
 use crate::kernel::Kernel;
 use crate::machine::heap::Heap;
+#[cfg(feature = "cuda")]
+use crate::machine::memory::interleaved;
+#[cfg(feature = "cuda")]
+use crate::machine::topology::Topology;
 use crate::machine::workers::Team;
 use crate::model::Share;
 use crate::{Error, Result};
@@ -113,6 +121,8 @@ pub struct DeviceTokens {
 
 /// The routed experts of a model, computed for any caller.
 pub struct ExpertService {
+    #[cfg(feature = "cuda")]
+    pinned: OnceLock<Arc<Vec<Registered>>>, // first: given up while `memory` still maps them
     memory: Arc<ExpertMemory>,
     team: Arc<Team>,
     compute: Mutex<Compute>,
@@ -137,7 +147,24 @@ impl ExpertService {
         let heap = Heap::default();
         let cpu = CpuExperts::new(&heap, memory.clone(), team.clone(), kernel, PART_PAIRS)?.with(epilogue);
         let compute = Mutex::new(Compute { cpu, x: Vec::new(), y: Vec::new(), routing: Routing::default() });
-        Ok(Self { memory, team, compute })
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            pinned: OnceLock::new(),
+            memory,
+            team,
+            compute,
+        })
+    }
+
+    /// The experts, pinned where they lie at the first call: once for all devices.
+    #[cfg(feature = "cuda")]
+    pub(super) fn pinned(&self) -> Arc<Vec<Registered>> {
+        let pin = || {
+            // This reads what is mapped and was not read before: the CPU wants it on all nodes.
+            let nodes = Topology::read().memory_nodes();
+            Arc::new(interleaved(&nodes, || self.memory.pin()))
+        };
+        self.pinned.get_or_init(pin).clone()
     }
 
     /// Where the experts are, and their shapes.

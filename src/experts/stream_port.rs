@@ -31,15 +31,12 @@ use std::time::{Duration, Instant};
 use super::Choices;
 use super::gpu::Limit;
 use super::gpu::held::{HeldExperts, HeldSizes, KeptRows};
-use super::gpu::pin;
 use super::gpu::prompts::{PromptSizes, Prompts};
 use super::mailbox::{Mailbox, Room, blocks};
-use super::service::{DeviceTokens, ExpertService, RowType, ServedLayer, Tokens};
+use super::service::{DeviceTokens, RowType, ServedLayer, Tokens};
 use crate::cuda::kernels::rows::ROW_NUMBERS;
 use crate::cuda::kernels::stream::RECORD_WORDS;
-use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
-use crate::machine::memory::interleaved;
-use crate::machine::topology::Topology;
+use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, kernels, launch};
 use crate::machine::workers::{Gate, Team};
 use crate::{Error, Result};
 
@@ -59,14 +56,7 @@ pub struct StreamPort {
     cuda: Arc<Cuda>,
     mailroom: &'static Mailroom,
     streams: Mutex<HashMap<(usize, bool), StreamSlots>>, // by stream, and whether it is being recorded
-    pinned: Mutex<Vec<PinnedExperts>>,                   // of each model of which the device reads experts
     prompts: Mutex<Vec<Prompts>>,                        // of each model whose prompts this device computes
-}
-
-/// A model's experts, pinned where they lie: once, whoever reads them.
-struct PinnedExperts {
-    registered: Arc<Vec<Registered>>, // first: given up while `service` still maps them
-    service: Arc<ExpertService>,
 }
 
 /// What the owner and the streams share. Graphs may run as long as the process does, so it lives as long.
@@ -160,20 +150,7 @@ impl StreamPort {
                 mailroom.own();
             })
             .map_err(|e| Error::Resources(format!("cannot start the experts' thread: {e}; raise `ulimit -u`")))?;
-        Ok(Self { cuda, mailroom, streams: Mutex::default(), pinned: Mutex::default(), prompts: Mutex::default() })
-    }
-
-    /// A model's experts, pinned at the first call.
-    fn pinned(&self, service: &Arc<ExpertService>) -> Arc<Vec<Registered>> {
-        let mut all = lock(&self.pinned);
-        if let Some(pinned) = all.iter().find(|pinned| Arc::ptr_eq(&pinned.service, service)) {
-            return pinned.registered.clone();
-        }
-        // This reads what is mapped and was not read before: the CPU wants it on all nodes.
-        let nodes = Topology::read().memory_nodes();
-        let registered = Arc::new(interleaved(&nodes, || pin(service.memory())));
-        all.push(PinnedExperts { registered: registered.clone(), service: service.clone() });
-        registered
+        Ok(Self { cuda, mailroom, streams: Mutex::default(), prompts: Mutex::default() })
     }
 
     /// Lets the device compute its [share](ServedLayer::device_share) of the prompts of a layer's model of
@@ -184,7 +161,7 @@ impl StreamPort {
     pub fn compute_prompts(&self, layer: &ServedLayer, sizes: PromptSizes) -> Result<()> {
         let (service, mut all) = (layer.service(), lock(&self.prompts));
         if let (Some(part), false) = (layer.device_share(), all.iter().any(|prompts| prompts.is_of(service))) {
-            let new = || Prompts::new(&self.cuda, (service, part), sizes, self.pinned(service));
+            let new = || Prompts::new(&self.cuda, (service, part), sizes, service.pinned());
             all.push(self.cuda.as_guest(new)?);
         }
         Ok(())
@@ -202,7 +179,7 @@ impl StreamPort {
             let held = match self.mailroom.held(layer) {
                 Some(held) => held,
                 None => {
-                    let pinned = self.pinned(layer.service());
+                    let pinned = layer.service().pinned();
                     let held = Arc::new(HeldExperts::new(&self.cuda, (layer, part), sizes, pinned, first)?);
                     let mut all = self.mailroom.held.write().unwrap_or_else(PoisonError::into_inner);
                     all.push(held.clone());

@@ -57,22 +57,27 @@ fn mask_of(nodes: &[usize]) -> [u64; MAX_NODES / 64] {
 }
 
 /// Runs `read`. Pages of files that this thread is the first to read there come from all these NUMA nodes in turn;
-/// where the system refuses that, from where it likes.
+/// where the thread is bound to some, or the system refuses, from where it liked before.
 pub fn interleaved<T>(nodes: &[usize], read: impl FnOnce() -> T) -> T {
-    let (mut before, mut policy) = ([0u64; MAX_NODES / 64], 0 as libc::c_int);
-    let mask = mask_of(nodes);
-    // SAFETY: both read or write one number and a mask that is as long as they are told.
-    let is_set = nodes.len() > 1
-        && unsafe {
-            libc::syscall(libc::SYS_get_mempolicy, &mut policy, before.as_mut_ptr(), MAX_NODES, 0usize, 0usize) == 0
-                && libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_INTERLEAVE, mask.as_ptr(), MAX_NODES) == 0
-        };
+    let set = |policy: libc::c_int, nodes: &[usize]| {
+        // SAFETY: reads a mask that is as long as it is told.
+        unsafe { libc::syscall(libc::SYS_set_mempolicy, policy, mask_of(nodes).as_ptr(), MAX_NODES) == 0 }
+    };
+    let is_free = nodes.len() > 1 && policy() == Some(libc::MPOL_DEFAULT);
+    let is_set = is_free && set(libc::MPOL_INTERLEAVE, nodes);
     let result = read();
     if is_set {
-        // SAFETY: as above.
-        unsafe { libc::syscall(libc::SYS_set_mempolicy, policy, before.as_ptr(), MAX_NODES) };
+        set(libc::MPOL_DEFAULT, &[]);
     }
     result
+}
+
+/// How this thread chooses the nodes of new pages. `None` where the system does not tell.
+fn policy() -> Option<libc::c_int> {
+    let mut policy = 0;
+    // SAFETY: writes one number.
+    let result = unsafe { libc::syscall(libc::SYS_get_mempolicy, &raw mut policy, 0usize, 0usize, 0usize, 0usize) };
+    (result == 0).then_some(policy)
 }
 
 /// Zeroed numbers outside the allocator's memory, from a 2 MiB boundary on; pages are taken when first written. A
@@ -349,6 +354,20 @@ mod tests {
         let nodes = nodes_of(bytemuck::cast_slice(&memory), 64).expect("move_pages");
         let share = |nodes: &[i32], on: usize| nodes.iter().filter(|&&node| node == on as i32).count();
         assert!(share(&nodes[..32], *first) > 28 && share(&nodes[32..], *second) > 28, "{nodes:?}");
+    }
+
+    #[test]
+    fn what_is_read_comes_from_all_nodes_and_what_follows_does_not() {
+        let own = crate::machine::topology::Topology::read().memory_nodes()[0];
+        let Some(before) = policy() else {
+            return eprintln!(
+                "skipped: what_is_read_comes_from_all_nodes_and_what_follows_does_not: this system does not tell"
+            );
+        };
+        // One node twice: some, on any machine.
+        let within = interleaved(&[own, own], policy);
+        assert!(within == Some(libc::MPOL_INTERLEAVE) || within == Some(before), "{within:?}");
+        assert_eq!((policy(), interleaved(&[own], policy)), (Some(before), Some(before)));
     }
 
     #[test]
