@@ -41,7 +41,7 @@ __device__ __forceinline__ bool stopped(const uint32_t* stop, int& spins) {
 
 KERNEL(all_reduce, REDUCE_THREADS, 0, const __grid_constant__ Peers peers, float* x, int numbers, int rank, int ranks,
     uint32_t* stamps, const uint32_t* stop) {
-    begin_kernel();
+    begin_short_kernel();
     const uint32_t stamp = stamps[blockIdx.x] + 1;
     const int i = blockIdx.x * REDUCE_THREADS + threadIdx.x;
     const size_t half = (size_t)(stamp & 1) * MAX_RANKS * FEW_NUMBERS;
@@ -111,10 +111,10 @@ KERNEL(all_reduce_many, MANY_THREADS, 0, const __grid_constant__ Peers peers, fl
         for (int first = rank * part + block * MANY_THREADS + thread; first < last; first += MANY_READS * step) {
             float4 sum[MANY_READS] = {};
             for (int r = 0; r < ranks; r++) {
-                uint4 term[MANY_READS];
+                uint4 term[MANY_READS] = {};
 #pragma unroll
                 for (int k = 0; k < MANY_READS; k++)
-                    term[k] = load_uncached(of_rank[r] + min(first + k * step, last - 1));
+                    if (first + k * step < last) term[k] = load_uncached(of_rank[r] + first + k * step);
 #pragma unroll
                 for (int k = 0; k < MANY_READS; k++)
                     sum[k].x += __uint_as_float(term[k].x), sum[k].y += __uint_as_float(term[k].y),

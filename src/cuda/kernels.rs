@@ -124,6 +124,26 @@ impl Kernels {
         self.get(kernel.name);
     }
 
+    /// Loads all kernels of the current device. The driver may wait for all that runs there before it loads one, and a
+    /// sum of several devices that waits for another one's, whose thread waits for the driver, would never end.
+    pub(super) fn load_all(&self) -> Result<()> {
+        for &module in &self.modules {
+            let mut count = 0;
+            // SAFETY: writes one number.
+            succeed("counting kernels", unsafe { sys::cuModuleGetFunctionCount(&mut count, module) })?;
+            let mut functions = vec![ptr::null_mut(); count as usize];
+            // SAFETY: writes as many pointers.
+            succeed("listing kernels", unsafe {
+                sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module)
+            })?;
+            for function in functions {
+                // SAFETY: the function is of a module that lives as long as the process.
+                succeed("loading a kernel", unsafe { sys::cuFuncLoad(function) })?;
+            }
+        }
+        Ok(())
+    }
+
     /// The kernel called `name`. Panics if there is none: a bug.
     fn get(&self, name: &'static str) -> Function {
         let mut found = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -38,6 +38,9 @@ impl Rank {
         assert!(devices.len() <= MAX_RANKS, "an inbox has room for {MAX_RANKS} ranks");
         for (a, from) in devices.iter().enumerate() {
             from.enter_thread()?;
+            if !from.info.is_emulated() {
+                from.kernels.load_all()?;
+            }
             for (b, to) in devices.iter().enumerate().filter(|(b, _)| *b != a) {
                 // SAFETY: the context lives as long as the process.
                 match unsafe { sys::cuCtxEnablePeerAccess(to.context, 0) } {

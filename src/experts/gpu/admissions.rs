@@ -10,15 +10,14 @@
 //! call of the driver.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::parts::Parts;
 use crate::Result;
+use crate::cuda::kernels::RunsToCopy;
 use crate::cuda::kernels::pool::RING_RUNS;
-use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
-use crate::experts::ExpertMemory;
+use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, kernels, launch};
 use crate::experts::mailbox::LINE;
 use crate::experts::pool::Admission;
 
@@ -30,9 +29,8 @@ const ADMIT_BLOCKS: usize = 2;
 /// ends, which waits for it. An expert of 2.4 MB takes as long as two layers beside a busy CPU (H200, 16 cores).
 const LAST_LAYERS: usize = 3;
 
-/// Where the experts lie for the device, and those that are on their way.
+/// Experts that are on their way.
 pub(super) struct Admissions {
-    regions: Vec<(Range<usize>, u64)>, // of pinned memory: addresses of the host, and the device's of the first
     sent: Mutex<Sent>,
     ring: Address<u64>,
     counts: PinnedBuffer<u32>, // [2, 16]: runs that were written, and that have come; a line each
@@ -81,31 +79,17 @@ impl Limit {
 }
 
 impl Admissions {
-    /// Of experts in pinned memory; `None`: some of it is not pinned, or not in pieces that the kernel copies.
-    pub(super) fn new(
-        cuda: &Arc<Cuda>,
-        (memory, parts): (&ExpertMemory, &Parts),
-        registered: &[Registered],
-        Buffers { ring, counts, limits, head }: Buffers,
-    ) -> Result<Option<Self>> {
-        let regions = memory.regions();
-        let addresses: Option<Vec<u64>> = registered.iter().map(Registered::address).collect();
-        match addresses {
-            Some(addresses) if addresses.len() == regions.len() && parts.are_multiples_of(16) => {
-                let range = |region: &[u8]| region.as_ptr().addr()..region.as_ptr().addr() + region.len();
-                Ok(Some(Self {
-                    regions: regions.into_iter().map(range).zip(addresses).collect(),
-                    ring: ring.address(),
-                    sent: Mutex::new(Sent { ring, runs: 0, ends: VecDeque::new(), copied_bytes: 0 }),
-                    counts,
-                    limits,
-                    head,
-                    fetched: CudaEvent::new(cuda)?,
-                    admitted: CudaEvent::new(cuda)?,
-                }))
-            }
-            _ => Ok(None),
-        }
+    /// Of experts that [kernels can copy](Parts::are_for_kernels).
+    pub(super) fn new(cuda: &Arc<Cuda>, Buffers { ring, counts, limits, head }: Buffers) -> Result<Self> {
+        Ok(Self {
+            ring: ring.address(),
+            sent: Mutex::new(Sent { ring, runs: 0, ends: VecDeque::new(), copied_bytes: 0 }),
+            counts,
+            limits,
+            head,
+            fetched: CudaEvent::new(cuda)?,
+            admitted: CudaEvent::new(cuda)?,
+        })
     }
 
     fn sent(&self) -> MutexGuard<'_, Sent> {
@@ -122,13 +106,11 @@ impl Admissions {
         let Admission { layer, expert, .. } = admission;
         let Sent { ring, runs: written, ends, copied_bytes } = &mut *self.sent();
         parts.each(layer, expert as usize, |offset, runs| {
-            let host = runs.from.as_ptr().addr();
-            let region = self.regions.iter().find(|(range, _)| range.contains(&host)).expect("all experts are pinned");
-            let from = region.1 + (host - region.0.start) as u64;
-            let both = |low: usize, high: usize| low as u64 | (high as u64) << 32;
-            let shape = [both(runs.bytes, runs.count), both(runs.from_pitch, runs.to_pitch)];
+            let RunsToCopy { to, from, bytes, count, from_pitch, to_pitch } =
+                parts.for_kernels(&runs, to.add(offset)).expect("all experts are pinned");
+            let both = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
             let at = 4 * (*written as usize % RING_RUNS);
-            ring[at..at + 4].copy_from_slice(&[to.add(offset).to_u64(), from, shape[0], shape[1]]);
+            ring[at..at + 4].copy_from_slice(&[to, from, both(bytes, count), both(from_pitch, to_pitch)]);
             *written = written.wrapping_add(1);
         });
         *copied_bytes += parts.whole_bytes(layer) as u64;

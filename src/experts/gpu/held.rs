@@ -184,14 +184,11 @@ impl HeldExperts {
             order
         });
         let residency = Residency::new(orders, held, 0);
-        let parts = Parts::new(memory.clone(), Share::WHOLE)?;
+        let parts = Parts::new(memory.clone(), Share::WHOLE, &registered)?;
         let mut residents = Residents::new(cuda, &shape, held)?;
         residents.fill(&parts, &residency, |layer| service.check_layer(layer))?;
-        let admissions = match held < wanted {
-            true => {
-                let buffers = admissions::Buffers::new(cuda, shape.layers())?;
-                Admissions::new(cuda, (memory, &parts), &registered, buffers)?
-            }
+        let admissions = match held < wanted && parts.are_for_kernels() {
+            true => Some(Admissions::new(cuda, admissions::Buffers::new(cuda, shape.layers())?)?),
             false => None,
         };
         let new = Self {

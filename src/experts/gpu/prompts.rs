@@ -113,7 +113,7 @@ impl Prompts {
         let products = products(cuda, service, tokens, top_k)?;
         let ring = Ring::new(cuda, &shape, half)?;
         let prompts = Self {
-            parts: Parts::new(memory.clone(), Share::WHOLE)?,
+            parts: Parts::new(memory.clone(), Share::WHOLE, &registered)?,
             ring,
             products,
             from_tokens: sizes.from_tokens,
