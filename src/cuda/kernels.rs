@@ -47,6 +47,11 @@ impl<A> Kernel<A> {
     const fn new(name: &'static str, threads: u32, shared_bytes: [usize; 2], tile: [usize; 3]) -> Self {
         Self { name, threads, shared_bytes, tile, arguments: PhantomData }
     }
+
+    /// Blocks that shared memory lets run on a multiprocessor at once, the system's 1 KiB of each counted.
+    pub(crate) fn blocks_at_once(&self, info: &DeviceInfo) -> usize {
+        (info.shared_bytes / (self.shared_bytes[usize::from(info.has_wgmma())] + 1024)).max(1)
+    }
 }
 
 /// A kernel of any parameters.
