@@ -3,27 +3,28 @@
 //
 //   all_reduce        few numbers: each rank writes its own, with a stamp in each word, to all others. A word that has
 //                     the stamp has come, so there is nothing to wait for but the words themselves
-//   all_reduce_many   chunk by chunk: all write a chunk to the rank that owns it, which sums and writes the sum back
+//   all_reduce_many   many: each rank sums its part of x, which it reads where the others have it, and writes the sums
+//                     there. Ranks tell each other where x is, which says that it is there to be read, and when they
+//                     are done with it
 //   place_columns     a rank's columns among zeros, so that a sum brings those of all ranks together
 //
-// An inbox is the memory of a rank that the others write to. A block always uses the same part of it, and its two
-// halves in turn: who writes a half again has seen, one launch before, that all others are done with it. `stamps` count
-// the launches of each block on this rank; all ranks launch the same ones in the same order.
+// An inbox is the memory of a rank that the others write to; x is in memory that they reach. A block waits for those of
+// its own number alone. `stamps` count the launches of each block on this rank; all ranks launch the same ones in the
+// same order. A block of all_reduce uses two halves of its part of the inbox in turn: who writes a half again has seen,
+// one launch before, that all others are done with it. One of all_reduce_many ends only when the others are done.
 //
 // Where `stop` is not 0, a rank has failed, and nobody waits any longer.
 //
 //   grid (blocks), unless said
 #include "common.cuh"
 
-constexpr int MAX_RANKS = 8, REDUCE_THREADS = 256;
-constexpr int FEW_BLOCKS = 256, MANY_BLOCKS = 512, CHUNK = 4096; // numbers of a chunk
-constexpr int FEW_NUMBERS = FEW_BLOCKS * REDUCE_THREADS, MANY_NUMBERS = MANY_BLOCKS * CHUNK;
+constexpr int MAX_RANKS = 8, REDUCE_THREADS = 256, MANY_THREADS = 512;
+constexpr int FEW_BLOCKS = 512, MANY_BLOCKS = 256;
+constexpr int FEW_NUMBERS = FEW_BLOCKS * REDUCE_THREADS;
 // Where the parts of an inbox begin, in bytes.
-constexpr int TERMS_AT = 2 * MAX_RANKS * FEW_NUMBERS * 8;                     // [2, chunks of a rank, ranks, CHUNK]
-constexpr int SUMS_AT = TERMS_AT + 2 * (MANY_BLOCKS + MAX_RANKS) * CHUNK * 4; // [2, chunks, CHUNK]
-constexpr int FLAGS_AT = SUMS_AT + 2 * MANY_NUMBERS * 4;                      // [2, chunks, FLAGS]
-constexpr int FLAGS = 16, OF_SUM = MAX_RANKS; // one for each rank's terms, and the sum's
-constexpr int INBOX_BYTES = FLAGS_AT + 2 * MANY_BLOCKS * FLAGS * 4;
+constexpr int PLACES_AT = 2 * MAX_RANKS * FEW_NUMBERS * 8;            // [MANY_BLOCKS, ranks], of 8 bytes
+constexpr int DONE_AT = PLACES_AT + MANY_BLOCKS * MAX_RANKS * 8;      // [MANY_BLOCKS, ranks], of 4 bytes
+constexpr int INBOX_BYTES = DONE_AT + MANY_BLOCKS * MAX_RANKS * 4;
 constexpr int STAMPS = FEW_BLOCKS + MANY_BLOCKS;
 static_assert(INBOX_BYTES < 64 << 20 && STAMPS % 4 == 0, "what a rank takes of VRAM for its sums");
 
@@ -40,7 +41,7 @@ __device__ __forceinline__ bool stopped(const uint32_t* stop, int& spins) {
 
 KERNEL(all_reduce, REDUCE_THREADS, 0, const __grid_constant__ Peers peers, float* x, int numbers, int rank, int ranks,
     uint32_t* stamps, const uint32_t* stop) {
-    begin_kernel();
+    begin_short_kernel();
     const uint32_t stamp = stamps[blockIdx.x] + 1;
     const int i = blockIdx.x * REDUCE_THREADS + threadIdx.x;
     const size_t half = (size_t)(stamp & 1) * MAX_RANKS * FEW_NUMBERS;
@@ -69,61 +70,72 @@ KERNEL(all_reduce, REDUCE_THREADS, 0, const __grid_constant__ Peers peers, float
     if (threadIdx.x == 0) stamps[blockIdx.x] = stamp;
 }
 
-__device__ __forceinline__ void wait_for(const uint32_t* flag, uint32_t stamp, const uint32_t* stop) {
-    int spins = 0;
-    while (load_acquire_system(flag) != stamp && !stopped(stop, spins)) pause_ns(20);
-}
+// Numbers that a thread reads of a rank before it adds them, so that many are under way.
+constexpr int MANY_READS = 4;
+// The lower part of a word is where x is, the upper one a stamp.
+constexpr int ADDRESS_BITS = 48;
 
-KERNEL(all_reduce_many, REDUCE_THREADS, 0, const __grid_constant__ Peers peers, float* x, int numbers, int rank,
-    int ranks, uint32_t* stamps, const uint32_t* stop) {
+// grid (min(MANY_BLOCKS, 16-byte words of a rank's part / MANY_THREADS)); numbers: a multiple of 4
+KERNEL(all_reduce_many, MANY_THREADS, 0, const __grid_constant__ Peers peers, float* x, int numbers, int rank, int ranks,
+    uint32_t* stamps, const uint32_t* stop) {
     begin_kernel();
-    const int chunk = blockIdx.x, owner = chunk % ranks, words = min(CHUNK, numbers - chunk * CHUNK) / 4;
-    const uint32_t stamp = stamps[FEW_BLOCKS + chunk] + 1, half = stamp & 1;
-    uint4* const own = reinterpret_cast<uint4*>(x + (size_t)chunk * CHUNK);
-    // Where the chunk's parts are in any inbox: the first rank's terms, the sum, the flags.
-    constexpr size_t CHUNK_BYTES = CHUNK * 4;
-    const size_t terms = TERMS_AT + ((size_t)half * (MANY_BLOCKS + MAX_RANKS) + chunk / ranks * ranks) * CHUNK_BYTES;
-    const size_t sum = SUMS_AT + ((size_t)half * MANY_BLOCKS + chunk) * CHUNK_BYTES;
-    const size_t flags = FLAGS_AT + ((size_t)half * MANY_BLOCKS + chunk) * FLAGS * 4;
-    char* const inbox = static_cast<char*>(peers.inbox[rank]);
-    const uint32_t* const come = reinterpret_cast<const uint32_t*>(inbox + flags);
-    const int thread = threadIdx.x;
-    if (rank != owner) {
-        char* const to = static_cast<char*>(peers.inbox[owner]);
-        uint4* const term = reinterpret_cast<uint4*>(to + terms + rank * CHUNK_BYTES);
-        for (int i = thread; i < words; i += REDUCE_THREADS) store_peer(term + i, own[i]);
-        __threadfence_system();
-        __syncthreads();
-        if (thread == 0) {
-            store_release_system(reinterpret_cast<uint32_t*>(to + flags) + rank, stamp);
-            wait_for(come + OF_SUM, stamp, stop);
-        }
-        __syncthreads();
-        const uint4* const from = reinterpret_cast<const uint4*>(inbox + sum);
-        for (int i = thread; i < words; i += REDUCE_THREADS) own[i] = load_uncached(from + i);
-    } else {
-        if (thread < ranks && thread != rank) wait_for(come + thread, stamp, stop);
-        __syncthreads();
-        for (int i = thread; i < words; i += REDUCE_THREADS) {
-            float a = 0.0f, b = 0.0f, c = 0.0f, d = 0.0f;
-            for (int r = 0; r < ranks; r++) {
-                const uint4* const from = reinterpret_cast<const uint4*>(inbox + terms + r * CHUNK_BYTES);
-                const uint4 term = r == rank ? own[i] : load_uncached(from + i);
-                a += __uint_as_float(term.x), b += __uint_as_float(term.y), c += __uint_as_float(term.z),
-                    d += __uint_as_float(term.w);
-            }
-            const uint4 word = {__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d)};
-            own[i] = word;
-            for (int r = 0; r < ranks; r++)
-                if (r != rank) store_peer(reinterpret_cast<uint4*>(static_cast<char*>(peers.inbox[r]) + sum) + i, word);
-        }
-        __threadfence_system();
-        __syncthreads();
-        if (thread < ranks && thread != rank)
-            store_release_system(
-                reinterpret_cast<uint32_t*>(static_cast<char*>(peers.inbox[thread]) + flags) + OF_SUM, stamp);
+    __shared__ uint4* of_rank[MAX_RANKS];
+    const int thread = threadIdx.x, block = blockIdx.x, peer = thread;
+    const bool has_peer = peer < ranks && peer != rank;
+    const uint32_t stamp = stamps[FEW_BLOCKS + block] + 1;
+    auto place = [&](int to, int from) {
+        char* const places = static_cast<char*>(peers.inbox[to]) + PLACES_AT;
+        return reinterpret_cast<uint64_t*>(places) + block * MAX_RANKS + from;
+    };
+    auto done = [&](int to, int from) {
+        char* const flags = static_cast<char*>(peers.inbox[to]) + DONE_AT;
+        return reinterpret_cast<uint32_t*>(flags) + block * MAX_RANKS + from;
+    };
+    int spins = 0;
+    if (peer == rank) of_rank[rank] = reinterpret_cast<uint4*>(x);
+    if (has_peer) {
+        const uint64_t tag = (uint64_t)stamp << ADDRESS_BITS;
+        store_release_system(place(peer, rank), tag | reinterpret_cast<uintptr_t>(x));
+        uint64_t come;
+        while (((come = load_acquire_system(place(rank, peer))) ^ tag) >> ADDRESS_BITS != 0 && !stopped(stop, spins))
+            pause_ns(20);
+        const bool has_come = (come ^ tag) >> ADDRESS_BITS == 0;
+        of_rank[peer] = has_come ? reinterpret_cast<uint4*>(come & (((uint64_t)1 << ADDRESS_BITS) - 1)) : nullptr;
     }
-    if (thread == 0) stamps[FEW_BLOCKS + chunk] = stamp;
+    __syncthreads();
+    bool all_here = true; // or a rank has failed
+    for (int r = 0; r < ranks; r++) all_here &= of_rank[r] != nullptr;
+    if (all_here) {
+        const int words = numbers / 4, part = div_ceil(words, ranks), last = min((rank + 1) * part, words);
+        const int step = gridDim.x * MANY_THREADS;
+        for (int first = rank * part + block * MANY_THREADS + thread; first < last; first += MANY_READS * step) {
+            float4 sum[MANY_READS] = {};
+            for (int r = 0; r < ranks; r++) {
+                uint4 term[MANY_READS] = {};
+#pragma unroll
+                for (int k = 0; k < MANY_READS; k++)
+                    if (first + k * step < last) term[k] = load_uncached(of_rank[r] + first + k * step);
+#pragma unroll
+                for (int k = 0; k < MANY_READS; k++)
+                    sum[k].x += __uint_as_float(term[k].x), sum[k].y += __uint_as_float(term[k].y),
+                        sum[k].z += __uint_as_float(term[k].z), sum[k].w += __uint_as_float(term[k].w);
+            }
+            for (int r = 0; r < ranks; r++)
+#pragma unroll
+                for (int k = 0; k < MANY_READS; k++)
+                    if (first + k * step < last)
+                        store_peer(of_rank[r] + first + k * step,
+                            make_uint4(__float_as_uint(sum[k].x), __float_as_uint(sum[k].y),
+                                __float_as_uint(sum[k].z), __float_as_uint(sum[k].w)));
+        }
+        __threadfence_system();
+    }
+    __syncthreads();
+    if (has_peer) {
+        store_release_system(done(peer, rank), stamp);
+        while (load_acquire_system(done(rank, peer)) != stamp && !stopped(stop, spins)) pause_ns(20);
+    }
+    if (thread == 0) stamps[FEW_BLOCKS + block] = stamp;
 }
 
 // out = x in columns [first, first + cols) of `all`, and 0 in the others. grid (rows, ceil(all / REDUCE_THREADS))

@@ -122,6 +122,14 @@ __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* p) {
 __device__ __forceinline__ void store_release_system(uint32_t* p, uint32_t v) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+__device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* p) {
+    uint64_t v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_release_system(uint64_t* p, uint64_t v) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 // A word that is whole whenever it is seen, by whatever device; it says nothing of others.
 __device__ __forceinline__ uint64_t load_relaxed_system(const uint64_t* p) {
     uint64_t v;

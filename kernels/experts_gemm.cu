@@ -10,12 +10,12 @@
 // cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert, in which down begins `down_at`
 // bytes on.
 //
-// Grouped kernels are named by the row of PACKED_SPANS (packed_tile.cuh) and the tile: int4_g64_t{16|32|64|128|192}.
+// Grouped kernels are named by the row of PACKED_SPANS (packed_tile.cuh) and the tile: int4_g64_t{8|16|32|64|128|192}.
 // The tile is the tile_tokens given to experts_sort. Any is correct for any number of tokens; choose it by the pairs of
 // an expert on average, tokens * top_k / num_experts:
-//   tile         16       32       64       128      192
-//   on Hopper    to 14    to 24    to 112   more     more, of the formats that have it
-//   otherwise    to 12    to 40    to 160   more     -
+//   tile         8        16       32       64       128      192
+//   on Hopper    to 5     to 14    to 24    to 112   more     more, of the formats that have it
+//   otherwise    to 5     to 12    to 40    to 160   more     -
 //
 //   experts_gate_up_{...}   grid (ceil(ceil(rows of gate / TILE_ROWS) / (BLOCK_TILES / 2)), pairs / tile + num_experts)
 //                           from x, to h
@@ -126,7 +126,8 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
         down<GemmShape<F, SPAN, TOKENS>>(                                                                              \
             tiles, pair_slot, experts, from, to, hidden, intermediate, packing, down_at, epilogue);                    \
     }
-#define GROUPED_TILES(format, F, SPAN, SHARED_16, SHARED_32, SHARED_64, SHARED_128)                                    \
+#define GROUPED_TILES(format, F, SPAN, SHARED_8, SHARED_16, SHARED_32, SHARED_64, SHARED_128)                          \
+    GROUPED(format##_t8, F, SPAN, 8, SHARED_8)                                                                         \
     GROUPED(format##_t16, F, SPAN, 16, SHARED_16)                                                                      \
     GROUPED(format##_t32, F, SPAN, 32, SHARED_32)                                                                      \
     GROUPED(format##_t64, F, SPAN, 64, SHARED_64)                                                                      \

@@ -1,4 +1,5 @@
-// Dense products of many tokens, BF16 on tensor cores: y[t, i] = (add ? y[t, i] : 0) + sum_k x[t, k] w[i, k] + bias[i].
+// Dense products of many tokens, BF16 on tensor cores: y[t, i] = (add ? y[t, i] : 0) + sum_k x[t, k] w[i, k] + bias[i]
+// for up to three matrices with the same x (query, key and value; gate and up).
 //
 // x [tokens, k] bf16 rows of pitch x_pitch; w [n, k] bf16 rows without gaps; y [tokens, n] bf16 or f32, pitch y_pitch;
 // bias [n] f32 or null. A batch (grid z) multiplies x + z x_batch by w + z w_batch into y + z y_batch (all in
@@ -12,31 +13,30 @@
 // the same time need separate workspaces.
 //
 // gemm_{bf16_set|f32_set|f32_add}_m{BM}n{BN}: its tile is (BM, BN).
-//   grid       (div_ceil(tokens, BM) * div_ceil(n, BN), splits, batch)
+//   grid       (div_ceil(tokens, BM) * sum over jobs of div_ceil(n, BN), splits, batch)
 //   workspace  for splits > 1: counters [tiles] u32, partial [splits][tiles][BM BN] f32; tiles = grid x times grid z
 //
 // Which:
 //   tokens up to 32     m32n128
 //   tokens up to 256    m64n64
 //   more                m128n128 where that gives 132 tiles, else m64n128
-//   splits              max(1, min(div_ceil(256, tiles), k / 512, 8))
+//   splits              max(1, min(div_ceil(264, tiles), k / 512, 8)); for up to 64 tokens no more than let all blocks
+//                       run at once
 // On compute capability 9.0 from 128 tokens on gemm_wgmma.cu is faster.
 //
 // gemm_split3_m64n64 multiplies with f32 weights (the router's), w [3][n, k], and sets y in f32. split_f32 has cut each
-// weight into three bf16 numbers, 24 bits together, whose products with bf16 are exact in f32. w_batch has no meaning
-// there.
+// weight into three bf16 numbers, 24 bits together, whose products with bf16 are exact in f32. There is one job, and
+// w_batch has no meaning.
 //   split_f32: grid div_ceil(count, SPLIT_THREADS)
 #include "gemm.cuh"
 
 struct Gemm {
+    ProductJob job[3];
     const bf16* x;
-    const bf16* w;
-    void* y;
-    const float* bias;
     float* partial;     // splits > 1
     uint32_t* counters; // splits > 1
-    int64_t x_batch, w_batch, y_batch;
-    int x_pitch, y_pitch, tokens, n, k;
+    int64_t x_batch;
+    int x_pitch, tokens, k;
 };
 
 constexpr int GEMM_THREADS = 128;
@@ -51,17 +51,18 @@ __device__ __forceinline__ void gemm(const Gemm& a) {
     DYNAMIC_SHARED(bf16, shared);
     begin_kernel();
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
-    const int tiles_m = div_ceil(a.tokens, BM), tiles_n = div_ceil(a.n, BN);
-    const TilePlace place = tile_place(blockIdx.x, tiles_m, tiles_n);
+    const int tiles_m = div_ceil(a.tokens, BM), tiles_n = tiles_of_jobs<BN>(a.job);
+    const TilePlace place = tile_place<BN>(blockIdx.x, tiles_m, tiles_n, a.job);
     const int m0 = place.m * BM, n0 = place.n * BN;
+    const ProductJob& job = a.job[place.job];
 
     // Copies: this thread brings chunk tid % 8 of rows tid / 8 + 16 i. Chunks of a row are permuted by its number, so
     // that eight rows which ldmatrix reads together lie in different banks; for w these are not neighbours (see below),
     // hence another permutation.
     const int copy_row = tid / CHUNK, copy_chunk = tid % CHUNK;
     const bf16* x = a.x + blockIdx.z * a.x_batch + (int64_t)(m0 + copy_row) * a.x_pitch + copy_chunk * CHUNK;
-    const bf16* w = a.w + blockIdx.z * a.w_batch + (int64_t)(n0 + copy_row) * a.k + copy_chunk * CHUNK;
-    const int x_rows = a.tokens - m0 - copy_row, w_rows = a.n - n0 - copy_row; // row i is there if 16 i is less
+    const bf16* w = job.w + blockIdx.z * job.w_batch + (int64_t)(n0 + copy_row) * a.k + copy_chunk * CHUNK;
+    const int x_rows = a.tokens - m0 - copy_row, w_rows = job.n - n0 - copy_row; // row i is there if 16 i is less
     const int x_to = copy_row * BK + (copy_chunk ^ (copy_row & 7)) * CHUNK;
     const int w_to = copy_row * BK + (copy_chunk ^ ((copy_row & 1) | (copy_row >> 3 & 1) << 1)) * CHUNK;
     auto copy = [&](int step) {
@@ -80,7 +81,7 @@ __device__ __forceinline__ void gemm(const Gemm& a) {
             for (int i = 0; i < BN / ROWS_A_COPY; i++) {
                 const bool valid = inside && ROWS_A_COPY * i < w_rows;
                 copy_async_16(to + X_SIZE + p * W_SIZE + (w_to ^ i % 2 * 4 * CHUNK) + ROWS_A_COPY * i * BK,
-                    valid ? w + k + (int64_t)ROWS_A_COPY * i * a.k + (int64_t)p * a.n * a.k : a.w, valid);
+                    valid ? w + k + (int64_t)ROWS_A_COPY * i * a.k + (int64_t)p * job.n * a.k : a.x, valid);
             }
     };
 
@@ -145,11 +146,11 @@ __device__ __forceinline__ void gemm(const Gemm& a) {
         if (!sum_splits<I * J * 4, GEMM_THREADS>(&sum[0][0][0], a.partial, a.counters, tile, tiles)) return;
     }
 
-    Out* y = (Out*)a.y + blockIdx.z * a.y_batch;
+    Out* y = (Out*)job.y + blockIdx.z * job.y_batch;
 #pragma unroll
     for (int q = 0; q < J / 4; q++) {
         const int col = n0 + warp_n + 32 * q + lane % 4 * 8;
-        if (col >= a.n) continue;
+        if (col >= job.n) continue;
 #pragma unroll
         for (int i = 0; i < 2 * I; i++) {
             const int row = m0 + warp_m + 8 * i + lane / 4;
@@ -157,8 +158,8 @@ __device__ __forceinline__ void gemm(const Gemm& a) {
 #pragma unroll
             for (int e = 0; e < 8; e++) v[e] = sum[i / 2][4 * q + e / 2][i % 2 * 2 + e % 2];
             if (row >= a.tokens) continue;
-            if (a.bias) add_8(v, a.bias + col);
-            store_8<ADD>(y + (int64_t)row * a.y_pitch + col, v);
+            if (job.bias) add_8(v, job.bias + col);
+            store_8<ADD>(y + (int64_t)row * job.y_pitch + col, v);
         }
     }
 }

@@ -1,18 +1,30 @@
 // What gemm.cu and gemm_wgmma.cu share: the order of tiles, parts of k that blocks share, stores.
 #pragma once
-#include "common.cuh"
+#include "product.cuh"
 
 constexpr int BK = 64, CHUNK = 8; // k of one step; a chunk: 16 bytes, what a copy and a row of ldmatrix take
 constexpr int TILES_IN_GROUP = 8; // of tokens: neighbouring blocks share weights and tokens in L2
 
-// Which of the grid's x is which tile: groups of a few tiles of tokens walk all outputs.
+// Tiles of BN outputs of all jobs: those of a job stand behind those of the one before.
+template <int BN> __device__ __forceinline__ int tiles_of_jobs(const ProductJob (&job)[3]) {
+    return div_ceil(job[0].n, BN) + div_ceil(job[1].n, BN) + div_ceil(job[2].n, BN);
+}
+
+// Which of the grid's x is which tile: groups of a few tiles of tokens walk all outputs of all jobs.
 struct TilePlace {
-    int m, n;
+    int m, n, job; // n: of the job's own tiles
 };
-__device__ __forceinline__ TilePlace tile_place(int tile, int tiles_m, int tiles_n) {
+template <int BN>
+__device__ __forceinline__ TilePlace tile_place(int tile, int tiles_m, int tiles_n, const ProductJob (&job)[3]) {
     const int group = tile / (TILES_IN_GROUP * tiles_n), first = group * TILES_IN_GROUP;
     const int rows = min(TILES_IN_GROUP, tiles_m - first), within = tile - group * TILES_IN_GROUP * tiles_n;
-    return {first + within % rows, within / rows};
+    TilePlace place = {first + within % rows, within / rows, 0};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int tiles = div_ceil(job[i].n, BN);
+        if (place.job == i && place.n >= tiles) place.n -= tiles, place.job++;
+    }
+    return place;
 }
 
 // Eight neighbouring outputs.

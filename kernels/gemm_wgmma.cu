@@ -6,32 +6,30 @@
 // then takes every so many-th tile, and the copies for its next one begin while the last one's sums are stored. Batch
 // (grid z) and splits (grid y) as in gemm.cu.
 //
+// There are up to three jobs, as in gemm.cu, with a map of w each; maps of jobs that are not there are not read.
 // x and w come as tensor maps: cuTensorMapEncodeTiled(BFLOAT16, rank 3, base, dims {k, rows, batch}, strides in bytes
 // {2 pitch, 2 batch step}, box {64, 64, 1}, element strides 1, INTERLEAVE_NONE, SWIZZLE_128B, L2_PROMOTION_256B,
 // FLOAT_OOB_FILL_NONE). Rows of x: tokens, or as many as its buffer has, so that a map can be kept: rows past the
 // tokens change nothing. For a batch of one its step may be anything allowed (a multiple of 16 bytes).
 //
 // gemm_wgmma_{bf16_set|f32_set|f32_add}_n{BN}: its tile is (BM, BN). Two blocks fit on a multiprocessor, one of n256.
-//   grid       (1 to tiles = div_ceil(tokens, BM) div_ceil(n, BN), splits, batch)
+//   grid       (1 to tiles = div_ceil(tokens, BM) (sum over jobs of div_ceil(n, BN)), splits, batch)
 //   workspace  for splits > 1, which n64 alone may have: counters [tiles batch] u32, partial f32
 //              [splits][tiles batch][BM BN]
 //
-// Which:
-//   n64     while div_ceil(tokens, BM) div_ceil(n, 64) batch <= 264; splits = max(1, min(div_ceil(128, tiles batch),
-//           k / 512, 8))
+// Which, n being the outputs of all jobs:
+//   n64     while tiles batch <= 264; splits = max(1, min(div_ceil(132, tiles batch), k / 512, 8))
 //   n128    else, where n < 1024
 //   n256    else
 //   grid x  min(tiles, max(1, 132 blocks_on_a_multiprocessor / (splits batch)))
 #include "gemm.cuh"
 
 struct GemmTma {
-    TensorMap x, w;
-    void* y;
-    const float* bias;
+    TensorMap x, w[3];
+    ProductJob job[3];  // w and w_batch have no meaning here
     float* partial;     // splits > 1
     uint32_t* counters; // splits > 1
-    int64_t y_batch;
-    int y_pitch, tokens, n, k;
+    int tokens, k;
 };
 
 constexpr int WARPGROUP = 128, CONSUMERS = 2, WGMMA_THREADS = CONSUMERS * WARPGROUP + WARP;
@@ -70,10 +68,9 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
     unsigned char* shared = dynamic + (1024 - (uintptr_t)dynamic % 1024) % 1024; // the swizzle's pattern
     uint64_t *full = (uint64_t*)(shared + STAGES * STAGE_BYTES), *empty = full + STAGES;
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, warpgroup = tid / WARPGROUP;
-    const int tiles_m = div_ceil(a.tokens, BM), tiles_n = div_ceil(a.n, BN), tiles = tiles_m * tiles_n;
-    const int splits = gridDim.y, steps = div_ceil(a.k, BK);
-    const int begin = (int)((int64_t)steps * blockIdx.y / splits),
-              end = (int)((int64_t)steps * (blockIdx.y + 1) / splits);
+    const int tiles_m = div_ceil(a.tokens, BM), tiles_n = tiles_of_jobs<BN>(a.job), tiles = tiles_m * tiles_n;
+    const int splits = BN == 64 ? gridDim.y : 1, split = BN == 64 ? blockIdx.y : 0, steps = div_ceil(a.k, BK);
+    const int begin = (int)((int64_t)steps * split / splits), end = (int)((int64_t)steps * (split + 1) / splits);
 
     if (tid == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -92,7 +89,7 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
     if (warp == CONSUMER_WARPS) {
         if (lane != 0) return;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const TilePlace place = tile_place(tile, tiles_m, tiles_n);
+            const TilePlace place = tile_place<BN>(tile, tiles_m, tiles_n, a.job);
             for (int step = begin; step < end; step++) {
                 unsigned char* to = shared + stage * STAGE_BYTES;
                 mbarrier_wait(empty + stage, parity ^ 1);
@@ -103,7 +100,7 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
                         to + i * BOX_BYTES, &a.x, full + stage, step * BK, place.m * BM + i * BOX_ROWS, blockIdx.z);
 #pragma unroll
                 for (int i = 0; i < BN / BOX_ROWS; i++)
-                    tensor_copy(to + X_BYTES + i * BOX_BYTES, &a.w, full + stage, step * BK,
+                    tensor_copy(to + X_BYTES + i * BOX_BYTES, &a.w[place.job], full + stage, step * BK,
                         place.n * BN + i * BOX_ROWS, blockIdx.z);
                 advance();
             }
@@ -132,18 +129,19 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
         wgmma_wait<0>();
         if (before >= 0 && lane == 0) mbarrier_arrive(empty + before);
 
-        if (BN == 64 && splits > 1) {
+        if (splits > 1) {
             const int64_t at = (int64_t)blockIdx.z * tiles + tile;
             if (!sum_splits<BN / 2, CONSUMERS * WARPGROUP>(
                     &sum[0][0], a.partial, a.counters, at, (int64_t)tiles * gridDim.z))
                 continue;
         }
 
-        const TilePlace place = tile_place(tile, tiles_m, tiles_n);
+        const TilePlace place = tile_place<BN>(tile, tiles_m, tiles_n, a.job);
+        const ProductJob job = a.job[place.job];
         const int row = place.m * BM + warp * 16 + lane / 4, col = place.n * BN + lane % 4 * 8;
-        Out* y = (Out*)a.y + blockIdx.z * a.y_batch + (int64_t)row * a.y_pitch + col;
-        const float* bias = a.bias ? a.bias + col : nullptr;
-        const int cols = a.n - col; // from this thread's first on
+        Out* y = (Out*)job.y + blockIdx.z * job.y_batch + col;
+        const float* bias = job.bias ? job.bias + col : nullptr;
+        const int cols = job.n - col; // from this thread's first on
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #pragma unroll
@@ -154,9 +152,8 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
                 transpose_pairs(v);
                 if (32 * q >= cols || row + 8 * half >= a.tokens) continue;
                 if (bias) add_8(v, bias + 32 * q);
-                store_8<ADD>(y + 32 * q, v);
+                store_8<ADD>(y + (int64_t)(row + 8 * half) * job.y_pitch + 32 * q, v);
             }
-            y += 8 * (int64_t)a.y_pitch;
         }
     }
 }

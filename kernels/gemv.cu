@@ -32,17 +32,10 @@
 // kernel in front must have waited before it let this one begin (begin_kernel).
 //
 //   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_held_f32_add, gemv_silu, gemv_norm_bf16_set
-#include "common.cuh"
+#include "product.cuh"
 
-struct GemvJob {
-    const bf16* w;
-    const float* bias;
-    void* y;
-    int64_t w_batch, y_batch;
-    int n, y_pitch;
-};
 struct Gemv {
-    GemvJob job[3];
+    ProductJob job[3];
     const void* x;
     const float* norm;
     int64_t x_batch;
@@ -71,7 +64,7 @@ __device__ __forceinline__ void gemv(const Gemv& a) {
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, quarter = lane % 4;
     const int row_groups = GEMV_WARPS / a.k_warps, k_warp = warp % a.k_warps;
 
-    GemvJob job = a.job[0];
+    ProductJob job = a.job[0];
     int block = blockIdx.x;
     if (!SILU) {
         const int blocks_0 = div_ceil(a.job[0].n, ROWS * row_groups),

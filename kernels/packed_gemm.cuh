@@ -25,7 +25,7 @@ constexpr int GEMM_THREADS = 128, BLOCK_TILES = 8;
 
 // Blocks to a multiprocessor that registers shall suffice for.
 constexpr int gemm_blocks(Format format, int tokens) {
-    const int blocks = tokens <= 32 ? 4 : tokens <= 64 ? 3 : 2;
+    const int blocks = tokens <= 8 && format != ANY_ROW ? 5 : tokens <= 32 ? 4 : tokens <= 64 ? 3 : 2;
     return format == ANY_ROW && tokens <= 64 ? blocks - 1 : blocks;
 }
 
@@ -41,7 +41,7 @@ constexpr int gemm_stages(Format format, int span, int tokens) {
     if (format == ANY_ROW) return tokens > 64 && !use_wgmma(tokens) ? 3 : 4;
     if (tokens > 128) return format == INT4 && span == 64 ? 4 : 3;
     if (has_4_bits(format)) return !use_wgmma(tokens) ? 4 : tokens == 64 ? 6 : 5;
-    return tokens == 16 ? 4 : 3;
+    return tokens <= 16 ? 4 : 3;
 }
 
 // SPAN: inputs that share a scale for certain, 32 for groups of 32 and 64 for groups of 64 and 128.
@@ -50,7 +50,7 @@ template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, SPAN, TOKENS),
                          K = F == BF16 || F == ANY_ROW || TOKENS >= 64 ? 64 : 128;
     static constexpr bool ROWS = F == ANY_ROW, WGMMA = use_wgmma(TOKENS),
-                          SCALE_SUMS = F != BF16 && !ROWS && SPAN == 64 && TOKENS == 16;
+                          SCALE_SUMS = F != BF16 && !ROWS && SPAN == 64 && TOKENS <= 16;
     static constexpr int WARPS_N = TOKENS == 128 && !WGMMA ? 2 : 1, WARPS_M = 4 / WARPS_N;
     static constexpr int WARP_TILES = BLOCK_TILES / WARPS_M, WARP_TOKENS = TOKENS / WARPS_N, COLUMNS = WARP_TOKENS / 8;
     static constexpr int TOKENS_STEP = TOKENS > 64 ? 32 : 16; // between sizes of a wgmma
@@ -345,8 +345,9 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     [[maybe_unused]] const uint8_t* chunk_from = weights + (size_t)chunk_tile * tile_stride + codes + chunk * 16;
     [[maybe_unused]] const uint32_t chunk_to = chunk_tile * S::TILE_BYTES + swizzle_line<S::F>(chunk * 16);
 
-    constexpr int ROW_CHUNKS = S::K / 8, ROW_STEP = GEMM_THREADS / ROW_CHUNKS, ROW_COPIES = S::TOKENS / ROW_STEP;
-    static_assert(ROW_COPIES * ROW_STEP == S::TOKENS && ROW_STEP % (S::WGMMA ? 8 : 2) == 0,
+    constexpr int ROW_CHUNKS = S::K / 8, ROW_STEP = GEMM_THREADS / ROW_CHUNKS,
+                  ROW_COPIES = div_ceil(S::TOKENS, ROW_STEP);
+    static_assert((ROW_COPIES * ROW_STEP == S::TOKENS || ROW_COPIES == 1) && ROW_STEP % (S::WGMMA ? 8 : 2) == 0,
         "rows are dealt out evenly, of one kind to a thread");
     const int row_chunk = tid % ROW_CHUNKS, first_row = tid / ROW_CHUNKS;
     uint32_t row_from[ROW_COPIES]; // in chunks of 8 inputs
@@ -378,6 +379,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
                 there);
         }
         const bool inputs_there = k0 + row_chunk * 8 < k;
+        if (S::TOKENS < ROW_STEP && first_row >= S::TOKENS) return;
 #pragma unroll
         for (int i = 0; i < ROW_COPIES; i++) {
             const bool there = inputs_there && row_from[i] != ~0u;
@@ -466,7 +468,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     } else {
         const int columns = min(div_ceil(max(tokens - warp_n * S::WARP_TOKENS, 0), 8), S::COLUMNS); // that have tokens
         each_stage([&](const typename S::Stage& stage) {
-            if (S::TOKENS == 16 || columns == S::COLUMNS)
+            if (S::TOKENS <= 16 || columns == S::COLUMNS)
                 multiply<S>(acc, stage, S::COLUMNS, f16);
             else
                 multiply<S>(acc, stage, columns, f16);

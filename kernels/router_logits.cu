@@ -11,25 +11,32 @@ constexpr int LOGITS_THREADS = 256, TOKENS = 8;
 
 KERNEL(route_logits, LOGITS_THREADS, 0, const bf16* h, const float* w, float* logits, int h_pitch, int tokens,
     int experts, int k) {
-    begin_kernel();
     __shared__ float parts[LOGITS_THREADS / WARP][TOKENS];
     const int tid = threadIdx.x, first = blockIdx.y * TOKENS, count = min(TOKENS, tokens - first);
     const float* row = w + (int64_t)blockIdx.x * k;
     h += (int64_t)first * h_pitch;
     float sum[TOKENS] = {};
+    float4 low = {}, high = {};
+    auto load = [&](int i) {
+        if (i < k) low = *(const float4*)(row + i), high = *(const float4*)(row + i + 4);
+    };
+    load(8 * tid); // on its way while the kernel in front ends
+    begin_kernel();
     for (int i = 8 * tid; i < k; i += 8 * LOGITS_THREADS) {
-        const float4 low = *(const float4*)(row + i), high = *(const float4*)(row + i + 4);
+        uint4 x[TOKENS]; // rows that are not there: the last one again
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) x[t] = *(const uint4*)(h + (int64_t)min(t, count - 1) * h_pitch + i);
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-            if (t >= count) break;
-            const uint4 x = *(const uint4*)(h + (int64_t)t * h_pitch + i);
-            sum[t] += low_f32(x.x) * low.x + high_f32(x.x) * low.y + low_f32(x.y) * low.z + high_f32(x.y) * low.w;
-            sum[t] += low_f32(x.z) * high.x + high_f32(x.z) * high.y + low_f32(x.w) * high.z + high_f32(x.w) * high.w;
+            sum[t] += low_f32(x[t].x) * low.x + high_f32(x[t].x) * low.y + low_f32(x[t].y) * low.z +
+                high_f32(x[t].y) * low.w;
+            sum[t] += low_f32(x[t].z) * high.x + high_f32(x[t].z) * high.y + low_f32(x[t].w) * high.z +
+                high_f32(x[t].w) * high.w;
         }
+        load(i + 8 * LOGITS_THREADS);
     }
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
-        if (t >= count) break;
         sum[t] = warp_sum(sum[t]);
         if (tid % WARP == 0) parts[tid / WARP][t] = sum[t];
     }

@@ -339,6 +339,8 @@ inline uint32_t load_acquire(const uint32_t* p) { return __atomic_load_n(p, __AT
 inline void add_release(uint32_t* p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline uint64_t load_acquire_system(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void store_release_system(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 // Only who waits for another device looks at a word again and again: it leaves its core to that one, soon and for long,
 // because there are more devices than cores.
 inline uint64_t load_relaxed_system(const uint64_t* p) {

@@ -286,7 +286,12 @@ Result cuMemHostRegister_v2(void* p, size_t bytes, unsigned) {
 Result cuMemHostUnregister(void* p) { return pin(p, 0), SUCCESS; }
 Result cuMemHostGetDevicePointer_v2(uint64_t* device, void* p, unsigned) { return *device = (uint64_t)p, SUCCESS; }
 
-Result cuStreamCreate(Stream** s, unsigned) {
+Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+    NEED_CONTEXT
+    *least = *greatest = 0;
+    return SUCCESS;
+}
+Result cuStreamCreateWithPriority(Stream** s, unsigned, int) {
     NEED_CONTEXT
     std::lock_guard<std::mutex> lock(streams_mutex);
     streams.insert(*s = new Stream);

@@ -47,6 +47,11 @@ impl<A> Kernel<A> {
     const fn new(name: &'static str, threads: u32, shared_bytes: [usize; 2], tile: [usize; 3]) -> Self {
         Self { name, threads, shared_bytes, tile, arguments: PhantomData }
     }
+
+    /// Blocks that shared memory lets run on a multiprocessor at once, the system's 1 KiB of each counted.
+    pub(crate) fn blocks_at_once(&self, info: &DeviceInfo) -> usize {
+        (info.shared_bytes / (self.shared_bytes[usize::from(info.has_wgmma())] + 1024)).max(1)
+    }
 }
 
 /// A kernel of any parameters.
@@ -122,6 +127,26 @@ impl Kernels {
     /// Loads a kernel before its first launch, which then takes no memory.
     pub(crate) fn prepare<A>(&self, kernel: Kernel<A>) {
         self.get(kernel.name);
+    }
+
+    /// Loads all kernels of the current device. The driver may wait for all that runs there before it loads one, and a
+    /// sum of several devices that waits for another one's, whose thread waits for the driver, would never end.
+    pub(super) fn load_all(&self) -> Result<()> {
+        for &module in &self.modules {
+            let mut count = 0;
+            // SAFETY: writes one number.
+            succeed("counting kernels", unsafe { sys::cuModuleGetFunctionCount(&mut count, module) })?;
+            let mut functions = vec![ptr::null_mut(); count as usize];
+            // SAFETY: writes as many pointers.
+            succeed("listing kernels", unsafe {
+                sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module)
+            })?;
+            for function in functions {
+                // SAFETY: the function is of a module that lives as long as the process.
+                succeed("loading a kernel", unsafe { sys::cuFuncLoad(function) })?;
+            }
+        }
+        Ok(())
     }
 
     /// The kernel called `name`. Panics if there is none: a bug.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::{self, CUresult};
 
 pub(crate) use super::kernels::all_reduce::MAX_RANKS;
-use super::kernels::all_reduce::{CHUNK, FEW_NUMBERS, INBOX_BYTES, MANY_NUMBERS, REDUCE_THREADS, STAMPS};
+use super::kernels::all_reduce::{FEW_NUMBERS, INBOX_BYTES, MANY_BLOCKS, MANY_THREADS, REDUCE_THREADS, STAMPS};
 use super::kernels::{self, launch};
 use super::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, succeed};
 use crate::{Error, Result};
@@ -38,6 +38,9 @@ impl Rank {
         assert!(devices.len() <= MAX_RANKS, "an inbox has room for {MAX_RANKS} ranks");
         for (a, from) in devices.iter().enumerate() {
             from.enter_thread()?;
+            if !from.info.is_emulated() {
+                from.kernels.load_all()?;
+            }
             for (b, to) in devices.iter().enumerate().filter(|(b, _)| *b != a) {
                 // SAFETY: the context lives as long as the process.
                 match unsafe { sys::cuCtxEnablePeerAccess(to.context, 0) } {
@@ -103,11 +106,9 @@ impl Rank {
                 *peers, x, numbers as i32, number, of, stamps.address(), stop.address());
             return;
         }
-        for first in (0..numbers).step_by(MANY_NUMBERS) {
-            let some = (numbers - first).min(MANY_NUMBERS);
-            launch!(cuda, stream, kernels::all_reduce_many, [some.div_ceil(CHUNK), 1, 1];
-                *peers, x.add(first), some as i32, number, of, stamps.address(), stop.address());
-        }
+        let of_a_rank = (numbers / 4).div_ceil(self.of);
+        launch!(cuda, stream, kernels::all_reduce_many, [of_a_rank.div_ceil(MANY_THREADS).min(MANY_BLOCKS), 1, 1];
+            *peers, x, numbers as i32, number, of, stamps.address(), stop.address());
     }
 
     /// Enqueues what brings the ranks' columns `[rows, cols]` side by side into `out`, `[rows, all]`, a multiple of 4
@@ -162,7 +163,7 @@ fn test(ranks: &[Rank]) -> Result<()> {
         Error::Device(format!("GPUs {what} through each other's memory: give one GPU, as in --device cuda:0"))
     };
     let number = |rank: usize, i: usize| ((i * (2 * rank + 3) + rank) % 4093) as f32;
-    let length = (MANY_NUMBERS + FEW_NUMBERS / 2).min(if ranks[0].cuda.info.is_emulated() { 1 << 17 } else { 1 << 30 });
+    let length = if ranks[0].cuda.info.is_emulated() { FEW_NUMBERS + 2052 } else { 1 << 22 };
     let patience = if ranks[0].cuda.info.is_emulated() { EMULATED_PATIENCE } else { PATIENCE };
     for numbers in [2048, FEW_NUMBERS, length, 256, length - 4] {
         let mut buffers = Vec::new();

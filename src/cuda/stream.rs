@@ -15,7 +15,8 @@ pub struct CudaStream(pub(super) sys::CUstream, StreamOwner);
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum StreamOwner {
     Us,
-    /// Us; its kernels wait for the end of those in front of them, as those of other streams do.
+    /// Us; its kernels wait for the end of those in front of them, as those of other streams do. They are short, or
+    /// copy: a multiprocessor that has room takes them before blocks of a long product that wait for one.
     Branch,
     /// Another program, whose kernels do not expect others to begin before the one in front has ended.
     Another,
@@ -39,8 +40,17 @@ impl CudaStream {
     fn of(owner: StreamOwner) -> Result<Self> {
         let mut stream = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: writes one pointer.
-        succeed("creating a stream", unsafe { sys::cuStreamCreate(&mut stream, flags) })?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: writes two numbers and one pointer.
+        succeed("creating a stream", unsafe {
+            match sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) {
+                CUresult::CUDA_SUCCESS => {
+                    let priority = if owner == StreamOwner::Branch { greatest } else { least };
+                    sys::cuStreamCreateWithPriority(&mut stream, flags, priority)
+                }
+                error => error,
+            }
+        })?;
         Ok(Self(stream, owner))
     }
 

@@ -282,14 +282,14 @@ impl GpuExperts {
         Start { residency, learning, registered, together }: Start,
     ) -> Result<Self> {
         let memory = cpu.memory().clone();
-        let parts = Parts::new(memory.clone(), sizes.share)?;
+        let parts = Parts::new(memory.clone(), sizes.share, &registered)?;
         let shape = parts.shape();
         let Buffers { mut residents, ring, products, handoff, admissions } =
             Buffers::new(&cuda, heap, (shape, parts.width()), cpu.epilogue(), &sizes)?;
         residents.fill(&parts, &residency, |layer| cpu.check_layer(layer))?;
-        let admissions = match sizes.resident {
-            0 => None,
-            _ => Admissions::new(&cuda, (&memory, &parts), &registered, admissions)?,
+        let admissions = match sizes.resident > 0 && parts.are_for_kernels() {
+            true => Some(Admissions::new(&cuda, admissions)?),
+            false => None,
         };
         Ok(Self {
             pool: Pool::new(residency, shape.experts, &parts.kinds()),

@@ -346,6 +346,17 @@ impl ExpertMemory {
         self.regions().into_iter().map_while(|region| Registered::new(region, !self.is_copy()).ok()).collect()
     }
 
+    /// From the first byte of `first` to the last one of `last`, two runs of it; `None`: they do not lie in one piece.
+    #[cfg(feature = "cuda")]
+    pub fn between<'a>(&'a self, first: &[u8], last: &[u8]) -> Option<&'a [u8]> {
+        let (start, end) = (first.as_ptr().addr(), last.as_ptr().addr() + last.len());
+        let within = |region: &'a [u8]| {
+            let begin = region.as_ptr().addr();
+            region.get(start.checked_sub(begin)?..end.checked_sub(begin)?)
+        };
+        self.regions().into_iter().find_map(within)
+    }
+
     /// Announces that the bytes of these experts are read next; every reader calls this first, some a layer ahead.
     ///
     /// The first call for a mapped expert asks the system for its pages. Later calls do nothing.

@@ -9,7 +9,12 @@ use crate::experts::Traffic;
 
 /// What a model reads, and how long its ops take.
 pub trait Measure {
-    /// Bytes of resident weights that a decode step of one token reads.
+    /// Devices that have a share of it each.
+    fn ranks(&self) -> usize {
+        1
+    }
+
+    /// Bytes of resident weights that a decode step of one token reads, of a rank.
     fn resident_bytes_per_token(&self) -> u64;
 
     /// Expert weights that were moved since the start.

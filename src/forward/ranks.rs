@@ -232,6 +232,10 @@ impl<B: Backend> Forward for Ranks<B> {
 }
 
 impl<B: Backend> Measure for Ranks<B> {
+    fn ranks(&self) -> usize {
+        1 + self.others.len()
+    }
+
     fn resident_bytes_per_token(&self) -> u64 {
         self.first.resident_bytes_per_token()
     }

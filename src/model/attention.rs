@@ -220,7 +220,7 @@ pub trait Facts {
 
     /// Seconds that a GPU takes for a layer of this kind in decode, whatever it reads. Measured on an H200.
     fn gpu_seconds(&self) -> f64 {
-        30e-6
+        22e-6
     }
 
     /// What a rank has of it; `None`: all, which every rank computes alike.

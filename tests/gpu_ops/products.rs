@@ -1,5 +1,6 @@
 //! Dense products in every precision, and those with something before or behind them.
 
+use moebius::backend::cuda::CudaBackend;
 use moebius::backend::{Dense, Load, Memory};
 use moebius::config::DenseBits;
 use moebius::model::Activation;
@@ -134,7 +135,7 @@ fn products_together_equal_each_alone() {
         let heights = [264, 40, 8, 72];
         let weights = heights
             .map(|n| b.load_linear(host(k, &random(n * k, n as u64)), Some(random(n, 19).into()), bits).unwrap());
-        for tokens in [1, 8, 9, 150] {
+        for tokens in [1, 8, 9, 33, 64, 150, 300] {
             let x = b.filled(k, &random(tokens * k, 20));
             let mut alone = heights.map(|n| b.tensor(tokens, n).unwrap());
             weights.iter().zip(&mut alone).for_each(|(w, out)| b.linear(w, &x, out));
@@ -146,6 +147,39 @@ fn products_together_equal_each_alone() {
             }
         }
     }
+}
+
+/// Products of one input in one launch, of which some are cut along k: the emulator cuts what has few tiles.
+fn check_together<const N: usize>(b: &CudaBackend, heights: [usize; N], k: usize) {
+    let matrices = heights.map(|n| (random(n * k, n as u64), random(n, 19)));
+    let weights = matrices
+        .each_ref()
+        .map(|(w, bias)| b.load_linear(host(k, w), Some(bias.clone().into()), DenseBits::Bf16).unwrap());
+    // Tiles of every kind.
+    for tokens in [9, 33, 64, 128, 129, 300] {
+        let numbers = random(tokens * k, 20);
+        let x = b.filled(k, &numbers);
+        let mut narrow = heights.map(|n| b.filled(n, &vec![BEFORE; tokens * n]));
+        let mut wide = heights.map(|n| b.filled_f32(n, &vec![BEFORE; tokens * n]));
+        for (outs, within) in [(&mut narrow, Within::BF16), (&mut wide, Within::F32)] {
+            let mut jobs = weights.iter().zip(&mut *outs);
+            b.linears(&x, std::array::from_fn::<_, N, _>(|_| jobs.next().unwrap()));
+            for ((w, bias), out) in matrices.iter().zip(outs) {
+                let what = format!("{tokens} tokens of {k}, {} outputs of {heights:?}", bias.len());
+                check(&what, &b.numbers(out), &naive(w, Some(bias), &numbers, k), within);
+            }
+        }
+    }
+}
+
+#[test]
+fn products_together_that_are_cut() {
+    need_gpu!();
+    let sides = Sides::new();
+    check_together(&sides.gpu, [40, 24], 1544);
+    check_together(&sides.gpu, [40, 24, 8], 1544);
+    check_together(&sides.gpu, [136, 24, 72], 192);
+    check_together(&sides.gpu, [1000, 8, 136], 72);
 }
 
 #[test]

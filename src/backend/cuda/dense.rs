@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::load::{Groups, Linear, Weight};
 use super::memory::Data;
-use super::product::{FEW_TOKENS, Form, NORM_TOKENS, Out, Product};
+use super::product::{FEW_TOKENS, Form, JOBS, NORM_TOKENS, Out, Product};
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::Dense;
@@ -110,8 +110,8 @@ impl CudaBackend {
         if packed {
             return;
         }
-        if x.rows <= FEW_TOKENS && products.iter().all(|p| p.out == products[0].out) {
-            products.chunks(3).for_each(|some| self.gemv(some, Form::Plain));
+        if products.iter().all(|p| p.out == products[0].out) {
+            products.chunks(JOBS).for_each(|some| self.products(some));
         } else {
             products.iter().for_each(|p| self.product(p));
         }
@@ -311,7 +311,7 @@ impl Dense for CudaBackend {
     ) {
         if x.rows <= NORM_TOKENS && jobs.iter().all(|(w, _)| w.is_bf16()) {
             let products = jobs.map(|(w, out)| product(x, x.f32().cast(), w, out, Write::Set));
-            return products.chunks(3).for_each(|some| self.gemv(some, Form::Norm(norm.address(), eps)));
+            return products.chunks(JOBS).for_each(|some| self.gemv(some, Form::Norm(norm.address(), eps)));
         }
         self.rms_norm(x, norm, eps, h);
         self.linears(h, jobs);

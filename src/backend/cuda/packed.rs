@@ -16,6 +16,9 @@ pub(crate) type Grouped = Kernel<kernels::GroupedArguments>;
 /// Tokens of the tiles of products of many tokens.
 const TILES: [usize; 4] = [16, 32, 64, 128];
 
+/// The same where the tokens are those of one expert.
+pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
+
 /// Tokens of the tiles of Hopper's products of still more.
 const WIDE: usize = 192;
 
@@ -23,7 +26,7 @@ const WIDE: usize = 192;
 pub(crate) struct MatrixKernels<A> {
     /// For single tokens.
     pub(crate) few: Kernel<A>,
-    many: [Grouped; 4],    // by `TILES`
+    many: [Grouped; 5],    // by `EXPERT_TILES`
     wide: Option<Grouped>, // of tiles of `WIDE`; on cards with wgmma
     pub(crate) packing: kernels::Packing,
 }
@@ -97,7 +100,7 @@ impl<A> MatrixKernels<A> {
         let wide = format!("experts_{name}_{many}_t{WIDE}");
         Self {
             few: named(few, &format!("experts_{name}_gemv_{}", row_name(precision))),
-            many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), TILES),
+            many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), EXPERT_TILES),
             wide: kernels::GROUPED_KERNELS.iter().find(|kernel| kernel.name == wide).copied(),
             packing: packing(precision, grid),
         }
@@ -124,7 +127,10 @@ impl ExpertKernels {
         {
             return [gate, down];
         }
-        let i = suited(tokens_of_an_expert, device.has_wgmma());
+        let i = match tokens_of_an_expert {
+            ..=5 => 0,
+            more => 1 + suited(more, device.has_wgmma()),
+        };
         [self.gate.many[i], self.down.many[i]]
     }
 }
@@ -144,7 +150,7 @@ impl PackedLinear {
     }
 }
 
-/// Which of four kernels suits experts with so many tokens each; measured on an H200, with wgmma and without.
+/// Which of `TILES` suits experts with so many tokens each; measured on an H200, with wgmma and without.
 fn suited(tokens: usize, wgmma: bool) -> usize {
     let most = if wgmma { [14, 24, 112] } else { [12, 40, 160] };
     most.iter().position(|&most| tokens <= most).unwrap_or(most.len())
@@ -181,8 +187,8 @@ mod tests {
         for precision in Precision::all() {
             let found =
                 ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"), |_| Address::NULL);
-            assert_eq!(found.gate.many.map(|kernel| kernel.tile[0]), TILES, "{precision}");
-            assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), TILES, "{precision}");
+            assert_eq!(found.gate.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
+            assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
             for wide in [found.gate.wide, found.down.wide].into_iter().flatten() {
                 assert_eq!(wide.tile[0], WIDE, "{precision}");
             }

@@ -1,5 +1,6 @@
 //! Dense products: few tokens at the speed at which weights are read, many on tensor cores.
 
+use std::slice;
 use std::sync::Arc;
 
 use half::bf16;
@@ -7,7 +8,7 @@ use half::bf16;
 use super::{CudaBackend, Tensor};
 use crate::Result;
 use crate::cuda::kernels::gemv::{GEMV_WARPS, HELD_BYTES, MAX_HELD, MAX_TOKENS, ROWS};
-use crate::cuda::kernels::{self, Gemm, GemmTma, Gemv, GemvJob, Kernel};
+use crate::cuda::kernels::{self, Gemm, GemmTma, Gemv, Kernel, ProductJob};
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
 
 /// Tokens up to which weights are multiplied as they are read.
@@ -18,6 +19,12 @@ pub(super) const NORM_TOKENS: usize = 2;
 
 /// Tokens from which on Hopper's own instructions are faster, and a library may be.
 pub(super) const MANY_TOKENS: usize = 128;
+
+/// Tokens up to which weights take the time of a product on tensor cores.
+const WEIGHTS_DECIDE: usize = 64;
+
+/// Products of one `x` that a launch takes.
+pub(super) const JOBS: usize = 3;
 
 /// What products that are cut along k leave and count. A library's products leave what they like in `partial`.
 pub(super) struct Workspace {
@@ -36,8 +43,8 @@ impl Workspace {
     }
 }
 
-const NO_JOB: GemvJob =
-    GemvJob { w: Address::NULL, bias: Address::NULL, y: Address::NULL, w_batch: 0, y_batch: 0, n: 0, y_pitch: 0 };
+const NO_JOB: ProductJob =
+    ProductJob { w: Address::NULL, bias: Address::NULL, y: Address::NULL, w_batch: 0, y_batch: 0, n: 0, y_pitch: 0 };
 
 /// One product, or one for each of `batch` heads.
 #[derive(Clone, Copy)]
@@ -58,6 +65,30 @@ pub(super) struct Product {
     pub(super) out: Out,
 }
 
+impl Product {
+    fn job(&self) -> ProductJob {
+        ProductJob {
+            w: self.w,
+            bias: self.bias,
+            y: self.y,
+            w_batch: self.w_batch as i64,
+            y_batch: self.y_batch as i64,
+            n: self.n as i32,
+            y_pitch: self.y_pitch as i32,
+        }
+    }
+}
+
+/// The jobs of a launch, and the first product, which has what all share.
+fn jobs(products: &[Product]) -> ([ProductJob; JOBS], &Product) {
+    let shared = |p: &Product| (p.x.to_u64(), p.x_pitch, p.x_batch, p.tokens, p.k, p.batch, p.out);
+    let first = &products[0];
+    assert!(products.iter().all(|p| shared(p) == shared(first)), "a launch has one x, and writes one kind of numbers");
+    let mut jobs = [NO_JOB; JOBS];
+    jobs[..products.len()].iter_mut().zip(products).for_each(|(job, p)| *job = p.job());
+    (jobs, first)
+}
+
 /// What a product writes.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Out {
@@ -76,16 +107,16 @@ impl<A> TileKernels<A> {
         [m, n]
     }
 
-    /// Tiles of a product.
-    fn count(&self, p: &Product) -> usize {
+    /// Tiles of some products.
+    fn count(&self, products: &[Product]) -> usize {
         let [m, n] = self.size();
-        p.tokens.div_ceil(m) * p.n.div_ceil(n) * p.batch
+        products.iter().map(|p| p.tokens.div_ceil(m) * p.n.div_ceil(n) * p.batch).sum()
     }
 
     /// Parts that tiles are cut into along k: as many as wanted, while these are long and what they leave has room.
-    fn splits(&self, p: &Product, wanted: usize) -> usize {
-        let (all, [m, n]) = (self.count(p), self.size());
-        let splits = wanted.min(p.k / 512).clamp(1, 8);
+    fn splits(&self, products: &[Product], wanted: usize) -> usize {
+        let (all, [m, n]) = (self.count(products), self.size());
+        let splits = wanted.min(products[0].k / 512).clamp(1, 8);
         if all <= MAX_COUNTERS && splits * all * m * n <= PARTIAL { splits } else { 1 }
     }
 }
@@ -122,10 +153,19 @@ pub(super) enum Form {
 }
 
 impl CudaBackend {
+    /// Up to [`JOBS`] products of one `x`, of any number of tokens, that write the same kind of numbers.
+    pub(super) fn products(&self, products: &[Product]) {
+        match products {
+            [p, ..] if p.tokens <= FEW_TOKENS => self.gemv(products, Form::Plain),
+            _ if products.iter().all(|p| p.n.is_multiple_of(8)) => self.gemm(products),
+            _ => products.iter().for_each(|p| self.product(p)),
+        }
+    }
+
     /// One product of any number of tokens.
     pub(super) fn product(&self, p: &Product) {
         if p.n.is_multiple_of(8) && p.tokens > FEW_TOKENS {
-            return self.gemm(p);
+            return self.gemm(slice::from_ref(p));
         }
         // Tiles end at multiples of 8 outputs; an odd vocabulary is multiplied a few tokens at a time.
         let bytes = if p.out == Out::Bf16 { 2 } else { 4 };
@@ -135,21 +175,9 @@ impl CudaBackend {
         }
     }
 
-    /// Up to three products of one `x` of at most [`FEW_TOKENS`] rows.
+    /// Up to [`JOBS`] products of one `x` of at most [`FEW_TOKENS`] rows.
     pub(super) fn gemv(&self, products: &[Product], form: Form) {
-        let Some(first) = products.first() else { return };
-        let mut job = [NO_JOB; 3];
-        for (job, p) in job.iter_mut().zip(products) {
-            *job = GemvJob {
-                w: p.w,
-                bias: p.bias,
-                y: p.y,
-                w_batch: p.w_batch as i64,
-                y_batch: p.y_batch as i64,
-                n: p.n as i32,
-                y_pitch: p.y_pitch as i32,
-            };
-        }
+        let (job, first) = jobs(products);
         // Warps of a block that share the rows; measured on an H200.
         let k_warps = if first.k <= 256 { 4 } else { 8 };
         let rows = |p: &Product| p.n.div_ceil(GEMV_WARPS * ROWS / k_warps);
@@ -183,13 +211,19 @@ impl CudaBackend {
         launch!(self.cuda, &self.cuda.compute, kernel, [blocks, first.batch, 1]; argument);
     }
 
-    fn gemm(&self, p: &Product) {
+    /// Up to [`JOBS`] products of one `x` on tensor cores.
+    fn gemm(&self, products: &[Product]) {
+        let (job, p) = jobs(products);
         if p.tokens >= MANY_TOKENS {
+            // The library takes one at a time.
+            if self.library.is_some() && products.len() > 1 {
+                return products.iter().for_each(|p| self.product(p));
+            }
             if self.by_library(p) {
                 return;
             }
             if self.cuda.info.has_wgmma() {
-                return self.gemm_wgmma(p);
+                return self.gemm_wgmma(products);
             }
         }
         // Measured on an H200.
@@ -197,26 +231,26 @@ impl CudaBackend {
         let tile = match p.tokens {
             ..=32 => &M32_N128,
             33..=256 => &M64_N64,
-            _ if M128_N128.count(p) >= enough => &M128_N128,
+            _ if M128_N128.count(products) >= enough => &M128_N128,
             _ => &M64_N128,
         };
         // Fewer tiles than that are cut along k.
-        let all = tile.count(p);
-        let splits = tile.splits(p, (2 * enough).div_ceil(all.max(1)));
+        let all = tile.count(products);
+        let mut wanted = (2 * enough).div_ceil(all.max(1));
+        if p.tokens <= WEIGHTS_DECIDE {
+            // Weights are read as fast by the blocks that run at once: parts that wait for a place only leave more sums.
+            let at_once = enough * tile.0[0].blocks_at_once(&self.cuda.info);
+            wanted = wanted.min(at_once / all.max(1));
+        }
+        let splits = tile.splits(products, wanted);
         let argument = Gemm {
+            job,
             x: p.x,
-            w: p.w,
-            y: p.y,
-            bias: p.bias,
             partial: self.workspace.partial.address(),
             counters: self.workspace.counters.address(),
             x_batch: p.x_batch as i64,
-            w_batch: p.w_batch as i64,
-            y_batch: p.y_batch as i64,
             x_pitch: p.x_pitch as i32,
-            y_pitch: p.y_pitch as i32,
             tokens: p.tokens as i32,
-            n: p.n as i32,
             k: p.k as i32,
         };
         let grid = [all / p.batch, splits, p.batch];
@@ -224,31 +258,32 @@ impl CudaBackend {
     }
 
     /// With Hopper's own instructions.
-    fn gemm_wgmma(&self, p: &Product) {
+    fn gemm_wgmma(&self, products: &[Product]) {
+        let (job, p) = jobs(products);
         // Measured on an H200: narrow tiles, cut along k, while there would be few; else wide ones.
         let enough = self.cuda.info.multiprocessors;
+        let outputs: usize = products.iter().map(|p| p.n).sum();
         let (tile, blocks_at_once, cut) = match () {
-            () if WGMMA_N64.count(p) <= 2 * enough => (&WGMMA_N64, 2 * enough, true),
-            () if p.n < 1024 => (&WGMMA_N128, 2 * enough, false),
+            () if WGMMA_N64.count(products) <= 2 * enough => (&WGMMA_N64, 2 * enough, true),
+            () if outputs < 1024 => (&WGMMA_N128, 2 * enough, false),
             () => (&WGMMA_N256, enough, false),
         };
-        let all = tile.count(p);
-        let splits = if cut { tile.splits(p, enough.div_ceil(all)) } else { 1 };
+        let all = tile.count(products);
+        let splits = if cut { tile.splits(products, enough.div_ceil(all)) } else { 1 };
         let map = |address: Address<bf16>, rows: usize, pitch: usize, step: usize| {
             let step = if p.batch == 1 { 8 } else { step };
             self.cuda.tensor_map(address, [p.k, rows, p.batch], [pitch, step])
         };
+        let map_of = |p: &Product| map(p.w, p.n, p.k, p.w_batch);
+        let mut w = [map_of(p); JOBS];
+        w.iter_mut().zip(products).skip(1).for_each(|(w, p)| *w = map_of(p));
         let argument = GemmTma {
             x: map(p.x, p.tokens, p.x_pitch, p.x_batch),
-            w: map(p.w, p.n, p.k, p.w_batch),
-            y: p.y,
-            bias: p.bias,
+            w,
+            job,
             partial: self.workspace.partial.address(),
             counters: self.workspace.counters.address(),
-            y_batch: p.y_batch as i64,
-            y_pitch: p.y_pitch as i32,
             tokens: p.tokens as i32,
-            n: p.n as i32,
             k: p.k as i32,
         };
         // A block takes every so many-th tile, so that copies for its next one begin early.
@@ -258,20 +293,15 @@ impl CudaBackend {
 
     /// `y = W x` in f32, `W` the sum of three matrices `[n, k]`, one after the other.
     pub(super) fn gemm_split3(&self, x: &Tensor, parts: Address<bf16>, n: usize, y: Address<f32>) {
+        let job = ProductJob { w: parts, y: y.cast(), n: n as i32, y_pitch: n as i32, ..NO_JOB };
         let argument = Gemm {
+            job: [job, NO_JOB, NO_JOB],
             x: x.bf16(),
-            w: parts,
-            y: y.cast(),
-            bias: Address::NULL,
             partial: Address::NULL,
             counters: Address::NULL,
             x_batch: 0,
-            w_batch: 0,
-            y_batch: 0,
             x_pitch: x.cols as i32,
-            y_pitch: n as i32,
             tokens: x.rows as i32,
-            n: n as i32,
             k: x.cols as i32,
         };
         let kernel = kernels::gemm_split3_m64n64;

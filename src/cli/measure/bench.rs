@@ -128,7 +128,8 @@ pub fn run(
     let bandwidth = read_bandwidth(&loaded.team, bytes, Pages::Huge, 5)?;
     let rates = loaded.model.rates()?;
     let choices = Choices::new(&workload.routing, loaded.model.config())?;
-    let mut bench = Bench::new(&mut loaded, speed(bandwidth, rates.as_ref()), rates.is_some(), workload.ops, choices);
+    let speed = speed(bandwidth, rates.as_ref(), loaded.model.ranks());
+    let mut bench = Bench::new(&mut loaded, speed, rates.is_some(), workload.ops, choices);
     let rows = bench.rows(workload)?;
     let distinct_experts = bench.distinct(workload.longest())?;
     let dense = bench.dense;
@@ -189,14 +190,15 @@ struct Bench<'a> {
     loaded: &'a mut Loaded,
     speed: Speed,
     on_device: bool,
-    dense: u64, // bytes that a pass reads in addition to experts
+    dense: u64, // bytes that a pass reads in addition to experts, of all ranks
     random: Random,
     ops: bool,
     choices: Option<Choices>,
 }
 
-fn speed(read_gb_per_s: f64, rates: Option<&Rates>) -> Speed {
-    let of = |rate: fn(&Rates) -> f64| rates.map_or(f64::INFINITY, rate);
+/// Of the machine's RAM, and `ranks` devices with these rates each.
+fn speed(read_gb_per_s: f64, rates: Option<&Rates>, ranks: usize) -> Speed {
+    let of = |rate: fn(&Rates) -> f64| rates.map_or(f64::INFINITY, |rates| ranks as f64 * rate(rates));
     Speed { ram: read_gb_per_s * 1e9, link: of(|r| r.link), vram: of(|r| r.memory), products: of(|r| r.products) }
 }
 
@@ -206,7 +208,7 @@ fn gib(bytes: u64) -> f64 {
 
 impl<'a> Bench<'a> {
     fn new(loaded: &'a mut Loaded, speed: Speed, on_device: bool, ops: bool, choices: Option<Choices>) -> Self {
-        let dense = loaded.model.resident_bytes_per_token();
+        let dense = loaded.model.ranks() as u64 * loaded.model.resident_bytes_per_token();
         Self { loaded, speed, on_device, dense, random: Random(42), ops, choices }
     }
 
@@ -286,7 +288,7 @@ impl<'a> Bench<'a> {
         }
         let pass = tokens.min(self.loaded.max_batch_tokens);
         let passes = tokens.div_ceil(pass);
-        let work = self.work(moved, passes, pass, limits::products(self.loaded.model.config(), tokens));
+        let work = self.work(moved, passes, pass, self.products(tokens));
         let mut row = self.row("prefill", tokens, 1, tokens, median(&mut seconds), work);
         if self.ops {
             let (prompt, mut batch) = (self.tokens(pass), Batch::default());
@@ -351,6 +353,11 @@ impl<'a> Bench<'a> {
             row.ops = self.profile(&batch)?;
         }
         Ok(row)
+    }
+
+    /// Operations that reading `tokens` tokens of one sequence takes, the output head aside.
+    fn products(&self, tokens: usize) -> f64 {
+        limits::products(self.loaded.model.config(), self.loaded.model.ranks(), tokens)
     }
 
     /// What `passes` passes over `tokens` tokens each move and compute.

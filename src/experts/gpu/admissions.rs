@@ -9,15 +9,14 @@
 //! One thread may send while another enqueues, and that may be a thread of another process.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::parts::Parts;
 use crate::Result;
+use crate::cuda::kernels::RunsToCopy;
 use crate::cuda::kernels::pool::RING_RUNS;
-use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, Registered, kernels, launch};
-use crate::experts::ExpertMemory;
+use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, kernels, launch};
 use crate::experts::mailbox::LINE;
 
 /// Blocks that copy. What they have asked for, 32 KB each, stands in front of what `fetch` asks for: with 16 blocks a
@@ -62,16 +61,8 @@ impl Buffers {
     }
 }
 
-/// Where the device sees each region of the experts' memory; `None`: some of it is not pinned, or does not lie in
-/// pieces that `admit` copies.
-pub(super) fn addresses(memory: &ExpertMemory, parts: &Parts, registered: &[Registered]) -> Option<Vec<u64>> {
-    let addresses: Option<Vec<u64>> = registered.iter().map(Registered::address).collect();
-    addresses.filter(|all| all.len() == memory.regions().len() && parts.are_multiples_of(16))
-}
-
 /// The host's side: experts on their way to a device.
 pub(super) struct Sender {
-    regions: Vec<(Range<usize>, u64)>, // of pinned memory: addresses of the host, and the device's of the first
     road: Road,
     runs: u32,           // that were written
     ends: VecDeque<u32>, // of each expert on its way: `runs` after its last one
@@ -79,24 +70,20 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    /// Of experts that the device sees at these [`addresses`].
-    pub(super) fn new(memory: &ExpertMemory, addresses: &[u64], road: Road) -> Self {
-        let range = |region: &[u8]| region.as_ptr().addr()..region.as_ptr().addr() + region.len();
-        let regions = memory.regions().into_iter().map(range).zip(addresses.iter().copied()).collect();
-        Self { regions, road, runs: 0, ends: VecDeque::new(), copied_bytes: 0 }
+    pub(super) fn new(road: Road) -> Self {
+        Self { road, runs: 0, ends: VecDeque::new(), copied_bytes: 0 }
     }
 
-    /// Sends an expert of `layer` to where `to` begins, once it is [shown](Sender::show).
+    /// Sends an expert of `layer` to where `to` begins, once it is [shown](Sender::show). `parts` are of the device, and
+    /// [its kernels can copy them](Parts::are_for_kernels).
     pub(super) fn send(&mut self, parts: &Parts, (layer, expert): (usize, u16), to: Address<u8>) {
-        let Self { regions, road, runs: written, ends, copied_bytes } = self;
+        let Self { road, runs: written, ends, copied_bytes } = self;
         parts.each(layer, expert as usize, |offset, runs| {
-            let host = runs.from.as_ptr().addr();
-            let region = regions.iter().find(|(range, _)| range.contains(&host)).expect("all experts are pinned");
-            let from = region.1 + (host - region.0.start) as u64;
-            let both = |low: usize, high: usize| low as u64 | (high as u64) << 32;
-            let shape = [both(runs.bytes, runs.count), both(runs.from_pitch, runs.to_pitch)];
+            let RunsToCopy { to, from, bytes, count, from_pitch, to_pitch } =
+                parts.for_kernels(&runs, to.add(offset)).expect("all experts are pinned");
+            let both = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
             let at = 4 * (*written as usize % RING_RUNS);
-            road.ring[at..at + 4].copy_from_slice(&[to.add(offset).to_u64(), from, shape[0], shape[1]]);
+            road.ring[at..at + 4].copy_from_slice(&[to, from, both(bytes, count), both(from_pitch, to_pitch)]);
             *written = written.wrapping_add(1);
         });
         *copied_bytes += parts.whole_bytes(layer) as u64;
@@ -186,15 +173,9 @@ pub(super) struct Admissions {
 }
 
 impl Admissions {
-    /// Of experts in pinned memory; `None`: as [`addresses`].
-    pub(super) fn new(
-        cuda: &Arc<Cuda>,
-        (memory, parts): (&ExpertMemory, &Parts),
-        registered: &[Registered],
-        (road, buffers): (Road, Buffers),
-    ) -> Result<Option<Self>> {
-        let Some(addresses) = addresses(memory, parts, registered) else { return Ok(None) };
+    /// Of experts that [kernels can copy](Parts::are_for_kernels).
+    pub(super) fn new(cuda: &Arc<Cuda>, (road, buffers): (Road, Buffers)) -> Result<Self> {
         let branch = Branch::new(cuda, &road, buffers)?;
-        Ok(Some(Self { branch, sender: Sender::new(memory, &addresses, road) }))
+        Ok(Self { branch, sender: Sender::new(road) })
     }
 }

@@ -116,7 +116,7 @@ struct Changing {
 
 /// A rank, as the first one's owner sees it.
 struct Side {
-    parts: Parts,
+    parts: Parts, // whose regions its device sees, once it has come
     slots: Slots,
     way: Option<(Sender, Address<u8>)>, // to where its slots begin; `None`: it has not come yet, or nothing comes
 }
@@ -189,7 +189,7 @@ impl HeldExperts {
     ) -> Result<Self> {
         let service = layer.service();
         let memory = service.memory();
-        let parts = Parts::new(memory.clone(), share)?;
+        let parts = Parts::new(memory.clone(), share, &registered)?;
         let shape = parts.shape();
         let (layers, experts) = (shape.layers(), shape.experts);
         if experts > MAX_EXPERTS {
@@ -232,14 +232,14 @@ impl HeldExperts {
             layer.check(of_layer)?;
             for expert in 0..experts {
                 if let Some(slot) = (board.places[of_layer * experts + expert] as usize).checked_sub(1) {
-                    parts.upload(cuda, of_layer, expert..expert + 1, address(slot));
+                    parts.upload(cuda, of_layer, &[expert], address(slot));
                 }
             }
         }
         let addresses: Vec<u64> = (0..slots.len()).map(|slot| address(slot).to_u64()).collect();
         let table: Vec<u64> =
             board.places.iter().map(|&place| if place == 0 { 0 } else { addresses[place as usize - 1] }).collect();
-        let regions = admissions::addresses(memory, &parts, &registered).filter(|_| held < wanted);
+        let regions = parts.addresses().filter(|_| held < wanted);
         let branch = match &regions {
             Some(_) => Some(Branch::new(cuda, board.road(), admissions::Buffers::new(cuda, layers)?)?),
             None => None,
@@ -444,7 +444,7 @@ impl HeldExperts {
             return; // slots that were taken out may still be read
         }
         if changes {
-            changing.meet(self.service.memory());
+            changing.meet();
         }
         changing.chosen(layer);
         let last = self.last.load(Ordering::Relaxed);
@@ -459,10 +459,11 @@ impl HeldExperts {
 
 impl Changing {
     /// Opens the way to ranks that have come.
-    fn meet(&mut self, memory: &ExpertMemory) {
+    fn meet(&mut self) {
         for (rank, side) in self.ranks.iter_mut().enumerate().filter(|(_, side)| side.way.is_none()) {
             let (road, slots, regions) = self.board.way_to(rank);
-            side.way = Some((Sender::new(memory, regions, road), slots));
+            side.parts.see_at(regions);
+            side.way = Some((Sender::new(road), slots));
         }
     }
 
@@ -513,7 +514,7 @@ impl Changing {
 
 impl Side {
     fn new(memory: &Arc<ExpertMemory>, share: Share, held: usize) -> Result<Self> {
-        let parts = Parts::new(memory.clone(), share)?;
+        let parts = Parts::new(memory.clone(), share, &[])?;
         Ok(Self { slots: Slots::new(parts.shape(), held), parts, way: None })
     }
 }

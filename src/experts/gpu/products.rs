@@ -9,7 +9,7 @@ use moebius_cache::pack::{CodeType, ExpertLayout, Grid};
 use super::Sizes;
 use super::epilogue::DeviceEpilogue;
 use crate::Result;
-use crate::backend::cuda::packed::ExpertKernels;
+use crate::backend::cuda::packed::{EXPERT_TILES, ExpertKernels};
 use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
 use crate::cuda::kernels::experts_gemv::VECTORS;
@@ -26,7 +26,7 @@ pub(super) struct Products {
     experts: usize,
     pair_slot: DeviceBuffer<i32>, // [pairs]
     offsets: DeviceBuffer<i32>,   // [experts + 1]
-    tiles: DeviceBuffer<i32>,     // [pairs / 16 + experts + 1, 4]
+    tiles: DeviceBuffer<i32>,     // [pairs / 8 + experts + 1, 4]
     h: DeviceBuffer<bf16>,        // [pairs, intermediate]
     y: DeviceBuffer<bf16>,        // [pairs, hidden]
 }
@@ -73,7 +73,7 @@ impl Products {
             experts,
             pair_slot: DeviceBuffer::new(cuda, pairs)?,
             offsets: DeviceBuffer::new(cuda, experts + 1)?,
-            tiles: DeviceBuffer::new(cuda, 4 * (pairs / 16 + experts + 1))?,
+            tiles: DeviceBuffer::new(cuda, 4 * (pairs / EXPERT_TILES[0] + experts + 1))?,
             h: DeviceBuffer::new(cuda, pairs * layout.down.k)?,
             y: DeviceBuffer::new(cuda, pairs * layout.down.n)?,
             cuda: cuda.clone(),

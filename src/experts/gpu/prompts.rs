@@ -102,7 +102,7 @@ impl Prompts {
         sizes: PromptSizes,
         registered: Arc<Vec<Registered>>,
     ) -> Result<Self> {
-        let parts = Parts::new(service.memory().clone(), share)?;
+        let parts = Parts::new(service.memory().clone(), share, &registered)?;
         let shape = parts.shape();
         if shape.experts > MAX_EXPERTS {
             return Err(Error::Invalid(format!(

@@ -90,7 +90,7 @@ impl Residents {
             }
             for &expert in residency.in_vram(layer) {
                 let Place::Vram(slot) = residency.place(layer, expert) else { continue };
-                parts.upload(&cuda, layer, expert as usize..expert as usize + 1, self.address(slot));
+                parts.upload(&cuda, layer, &[usize::from(expert)], self.address(slot));
             }
             let addresses: Vec<u64> = self.addresses(residency, layer).collect();
             self.staged[layer * self.experts..][..self.experts].copy_from_slice(&addresses);

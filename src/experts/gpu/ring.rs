@@ -89,14 +89,10 @@ impl Ring {
         let Self { cuda, shape, .. } = &*self;
         let bytes = shape.layouts[layer].bytes();
         cuda.wait(&cuda.copy, &self.used[half]);
-        let mut to = self.bytes.address().add(half * self.half * shape.most_bytes());
-        // Neighbours in the file cross together.
-        for run in experts.chunk_by(|a, b| a + 1 == *b) {
-            parts.upload(cuda, layer, run[0]..run[0] + run.len(), to);
-            for &expert in run {
-                table[expert] = to.to_u64();
-                to = to.add(bytes);
-            }
+        let to = self.bytes.address().add(half * self.half * shape.most_bytes());
+        parts.upload(cuda, layer, experts, to);
+        for (i, &expert) in experts.iter().enumerate() {
+            table[expert] = to.add(i * bytes).to_u64();
         }
         cuda.upload(&cuda.copy, self.table(half), &table);
         cuda.record(&self.filled[half], &cuda.copy);

@@ -70,12 +70,12 @@ pub fn products(device: &DeviceInfo) -> f64 {
 
 /// On a GPU, as planned.
 pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expected> {
-    const VRAM_SHARE: f64 = 0.8;
+    const VRAM_SHARE: f64 = 0.85;
     const HANDOFF_S: f64 = 10e-6;
     const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
     // Sums over several GPUs: of one row, and bytes a second of many.
-    const SUM_S: f64 = 8e-6;
-    const SUM_BYTES: f64 = 240e9;
+    const SUM_S: f64 = 4e-6;
+    const SUM_BYTES: f64 = 320e9;
     let ranks = spec.ranks() as f64;
     let sums = if ranks > 1.0 { 2.0 * spec.model.layers.len() as f64 } else { 0.0 };
     let work = TokenWork::of(&spec.decoded())?;
@@ -159,9 +159,9 @@ mod tests {
         };
         let speeds = CostModel { cpu_bytes: 0.9 * 137e9, cpu_products: 1.5e12, pcie_bytes: 55e9 };
         for (name, resident, decode, prefill) in [
-            ("qwen3-30b-a3b", None, 398.0, 50_000.0),
+            ("qwen3-30b-a3b", None, 473.0, 48_400.0),
             ("qwen3-30b-a3b", Some(0), 98.0, 30_100.0),
-            ("deepseek-v2-lite", None, 483.0, 81_900.0),
+            ("deepseek-v2-lite", None, 537.0, 78_300.0),
             ("deepseek-v2-lite", Some(0), 143.0, 59_800.0),
         ] {
             let model = shapes::shape(name, None).unwrap();

@@ -44,14 +44,16 @@ impl PassWork {
     }
 }
 
-/// Operations that reading `tokens` tokens of one sequence takes, the output head aside.
-pub(super) fn products(model: &ModelConfig, tokens: usize) -> f64 {
+/// Operations that reading `tokens` tokens of one sequence takes, the output head aside. `model` is what each of `ranks`
+/// has, but for routed experts, which are whole.
+pub(super) fn products(model: &ModelConfig, ranks: usize, tokens: usize) -> f64 {
     // A token sees itself and those before it.
     let pairs = tokens as f64 * (tokens as f64 + 1.0) / 2.0;
     let layer = |layer: &LayerConfig| {
         let routed = layer.ffn.moe().map_or(0, |moe| moe.products(model.hidden_size));
-        let each = layer.dense_products(model.hidden_size) + routed as f64;
-        2.0 * (each * tokens as f64 + layer.attention.products_per_pair() as f64 * pairs)
+        let dense = layer.dense_products(model.hidden_size) * tokens as f64;
+        let attention = layer.attention.products_per_pair() as f64 * pairs;
+        2.0 * (ranks as f64 * (dense + attention) + routed as f64 * tokens as f64)
     };
     model.layers.iter().map(layer).sum()
 }
