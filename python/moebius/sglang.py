@@ -131,10 +131,12 @@ def place(parallel: Any) -> tuple[int, int]:
     They are the tensor parallel ranks of one machine, if all are given the same tokens and SGLang adds what all return.
     Otherwise it is (0, 1), and only SGLang's first rank computes.
     """
+    if parallel.tp_size == 1:
+        return 0, 1
     import torch  # type: ignore[import-not-found,unused-ignore]
 
     other_ways = [parallel.moe_ep_size, parallel.moe_dp_size, parallel.attn_dp_size, parallel.attn_cp_size]
-    if parallel.tp_size == 1 or max(other_ways) > 1 or parallel.nnodes > 1 or parallel.moe_tp_size != parallel.tp_size:
+    if max(other_ways) > 1 or parallel.nnodes > 1 or parallel.moe_tp_size != parallel.tp_size:
         return 0, 1
     if not torch.cuda.is_available() or (_from_tokens() <= 0 and _pool_bytes() <= 0):
         return 0, 1

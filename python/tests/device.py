@@ -50,7 +50,7 @@ class Driver:
 
     def stream(self):
         stream = ctypes.c_void_p()
-        self("cuStreamCreate", ctypes.byref(stream), 1)
+        self("cuStreamCreateWithPriority", ctypes.byref(stream), 1, 0)
         return stream.value
 
     def synchronize(self, stream):
