@@ -22,8 +22,8 @@ constexpr int MAX_RANKS = 8, REDUCE_THREADS = 256, MANY_THREADS = 512;
 constexpr int FEW_BLOCKS = 512, MANY_BLOCKS = 256;
 constexpr int FEW_NUMBERS = FEW_BLOCKS * REDUCE_THREADS;
 // Where the parts of an inbox begin, in bytes.
-constexpr int PLACES_AT = 2 * MAX_RANKS * FEW_NUMBERS * 8;            // [MANY_BLOCKS, ranks], of 8 bytes
-constexpr int DONE_AT = PLACES_AT + MANY_BLOCKS * MAX_RANKS * 8;      // [MANY_BLOCKS, ranks], of 4 bytes
+constexpr int PLACES_AT = 2 * MAX_RANKS * FEW_NUMBERS * 8;       // [MANY_BLOCKS, ranks], of 8 bytes
+constexpr int DONE_AT = PLACES_AT + MANY_BLOCKS * MAX_RANKS * 8; // [MANY_BLOCKS, ranks], of 4 bytes
 constexpr int INBOX_BYTES = DONE_AT + MANY_BLOCKS * MAX_RANKS * 4;
 constexpr int STAMPS = FEW_BLOCKS + MANY_BLOCKS;
 static_assert(INBOX_BYTES < 64 << 20 && STAMPS % 4 == 0, "what a rank takes of VRAM for its sums");
@@ -76,8 +76,8 @@ constexpr int MANY_READS = 4;
 constexpr int ADDRESS_BITS = 48;
 
 // grid (min(MANY_BLOCKS, 16-byte words of a rank's part / MANY_THREADS)); numbers: a multiple of 4
-KERNEL(all_reduce_many, MANY_THREADS, 0, const __grid_constant__ Peers peers, float* x, int numbers, int rank, int ranks,
-    uint32_t* stamps, const uint32_t* stop) {
+KERNEL(all_reduce_many, MANY_THREADS, 0, const __grid_constant__ Peers peers, float* x, int numbers, int rank,
+    int ranks, uint32_t* stamps, const uint32_t* stop) {
     begin_kernel();
     __shared__ uint4* of_rank[MAX_RANKS];
     const int thread = threadIdx.x, block = blockIdx.x, peer = thread;
@@ -125,8 +125,8 @@ KERNEL(all_reduce_many, MANY_THREADS, 0, const __grid_constant__ Peers peers, fl
                 for (int k = 0; k < MANY_READS; k++)
                     if (first + k * step < last)
                         store_peer(of_rank[r] + first + k * step,
-                            make_uint4(__float_as_uint(sum[k].x), __float_as_uint(sum[k].y),
-                                __float_as_uint(sum[k].z), __float_as_uint(sum[k].w)));
+                            make_uint4(__float_as_uint(sum[k].x), __float_as_uint(sum[k].y), __float_as_uint(sum[k].z),
+                                __float_as_uint(sum[k].w)));
         }
         __threadfence_system();
     }

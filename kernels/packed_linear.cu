@@ -97,7 +97,7 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
     KERNEL_BLOCKS(name, GEMM_THREADS, gemm_blocks(F, TOKENS), SHARED, LINEAR_ARGUMENTS) {                              \
         packed_linear<GemmShape<F, SPAN, TOKENS>>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);  \
     }
-#define LINEAR_TILES(format, F, SPAN, SHARED_8, SHARED_16, SHARED_32, SHARED_64, SHARED_128)                                     \
+#define LINEAR_TILES(format, F, SPAN, SHARED_8, SHARED_16, SHARED_32, SHARED_64, SHARED_128)                           \
     LINEAR(packed_linear_##format##_t16, F, SPAN, 16, SHARED_16)                                                       \
     LINEAR(packed_linear_##format##_t32, F, SPAN, 32, SHARED_32)                                                       \
     LINEAR(packed_linear_##format##_t64, F, SPAN, 64, SHARED_64)                                                       \

@@ -101,14 +101,14 @@ struct Packing {
     ROW(bf16, BF16)                                                                                                    \
     PACKED_ROWS(ROW)
 #define DENSE_SPANS(ROW)                                                                                               \
-    ROW(int4_g64, INT4, 64, 43008, 51200, 67584, ON_HOPPER(75264, 50176), ON_HOPPER(103680, 82944))                           \
-    ROW(int4_g32, INT4, 32, 45056, 53248, 69632, ON_HOPPER(76800, 51200), ON_HOPPER(104960, 83968))                           \
-    ROW(int8_g64, INT8, 64, 75776, 83968, 75264, 49920, 74496)                                                                \
+    ROW(int4_g64, INT4, 64, 43008, 51200, 67584, ON_HOPPER(75264, 50176), ON_HOPPER(103680, 82944))                    \
+    ROW(int4_g32, INT4, 32, 45056, 53248, 69632, ON_HOPPER(76800, 51200), ON_HOPPER(104960, 83968))                    \
+    ROW(int8_g64, INT8, 64, 75776, 83968, 75264, 49920, 74496)                                                         \
     ROW(int8_g32, INT8, 32, 77824, 86016, 76800, 50688, 75264)
 #define PACKED_SPANS(ROW)                                                                                              \
     DENSE_SPANS(ROW)                                                                                                   \
-    ROW(mxfp4_g32, MXFP4, 32, 45056, 53248, 69632, ON_HOPPER(76800, 51200), ON_HOPPER(104960, 83968))                         \
-    ROW(any_row, ANY_ROW, 64, 45056, 49152, 57344, 73728, ON_HOPPER(106496, 90112))                                           \
+    ROW(mxfp4_g32, MXFP4, 32, 45056, 53248, 69632, ON_HOPPER(76800, 51200), ON_HOPPER(104960, 83968))                  \
+    ROW(any_row, ANY_ROW, 64, 45056, 49152, 57344, 73728, ON_HOPPER(106496, 90112))                                    \
     ROW(bf16, BF16, 64, 69632, 73728, 61440, 73728, 98304)
 
 constexpr int TILE_ROWS = 16, LINE_BYTES = 64, K_BLOCK = 32;

@@ -44,7 +44,8 @@ __device__ __forceinline__ void copy(const RunsToCopy& runs) {
         uint4 v[AT_ONCE];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++)
-            if (const int at = i + j * step; at < words) v[j] = load_uncached(in + word_of_runs(at, row, count, in_pitch));
+            if (const int at = i + j * step; at < words)
+                v[j] = load_uncached(in + word_of_runs(at, row, count, in_pitch));
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++)
             if (const int at = i + j * step; at < words) out[word_of_runs(at, row, count, out_pitch)] = v[j];
@@ -59,7 +60,8 @@ KERNEL(admit, ADMIT_THREADS, 0, const uint4* ring, uint32_t* head, const uint32_
     for (uint32_t run = from; run != to; run++) {
         const uint4* entry = ring + 2 * (size_t)(run % RING_RUNS);
         const uint4 where = load_uncached(entry), shape = load_uncached(entry + 1);
-        copy({(uint64_t)where.y << 32 | where.x, (uint64_t)where.w << 32 | where.z, shape.x, shape.y, shape.z, shape.w});
+        copy(
+            {(uint64_t)where.y << 32 | where.x, (uint64_t)where.w << 32 | where.z, shape.x, shape.y, shape.z, shape.w});
     }
     __threadfence_system();
     __syncthreads();

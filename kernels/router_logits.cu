@@ -28,8 +28,8 @@ KERNEL(route_logits, LOGITS_THREADS, 0, const bf16* h, const float* w, float* lo
         for (int t = 0; t < TOKENS; t++) x[t] = *(const uint4*)(h + (int64_t)min(t, count - 1) * h_pitch + i);
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-            sum[t] += low_f32(x[t].x) * low.x + high_f32(x[t].x) * low.y + low_f32(x[t].y) * low.z +
-                high_f32(x[t].y) * low.w;
+            sum[t] +=
+                low_f32(x[t].x) * low.x + high_f32(x[t].x) * low.y + low_f32(x[t].y) * low.z + high_f32(x[t].y) * low.w;
             sum[t] += low_f32(x[t].z) * high.x + high_f32(x[t].z) * high.y + low_f32(x[t].w) * high.z +
                 high_f32(x[t].w) * high.w;
         }

@@ -77,6 +77,18 @@ fn sums_are_those_of_all_ranks_in_their_order() {
     }
 }
 
+/// All that ranks do at their start but reach each other, on one GPU.
+#[test]
+fn a_rank_alone_keeps_its_numbers() {
+    need_gpu!(gpus() < 1, "it takes a GPU");
+    let (devices, ranks) = ranks(1);
+    for numbers in [4, 2048, 200_000, 4_000_000] {
+        let own: Vec<f32> = (0..numbers).map(|i| i as f32).collect();
+        let got = sums(&devices, &ranks, &[vec![own.clone()]]);
+        assert!(got[0][0] == own, "a sum of {numbers} numbers of one rank");
+    }
+}
+
 #[test]
 fn a_rank_that_fails_lets_the_others_go_on() {
     need_gpu!(gpus() < 2, "it takes two GPUs");

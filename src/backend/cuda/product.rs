@@ -238,7 +238,7 @@ impl CudaBackend {
         let all = tile.count(products);
         let mut wanted = (2 * enough).div_ceil(all.max(1));
         if p.tokens <= WEIGHTS_DECIDE {
-            // Weights are read as fast by the blocks that run at once: parts that wait for a place only leave more sums.
+            // Blocks that run at once read weights as fast: parts that wait for a place only leave more sums.
             let at_once = enough * tile.0[0].blocks_at_once(&self.cuda.info);
             wanted = wanted.min(at_once / all.max(1));
         }
