@@ -45,10 +45,11 @@ The flags and their meaning here:
     Binds the process and Moebius's workers. Without it, SGLang's own binding to the GPU's NUMA node is left out, so
     that all nodes compute.
 
-With tensor parallelism (``--tp-size N``) in one machine, every GPU computes its part of the width of Moebius's experts:
-those of prompts cross N links, and the pools of N GPUs hold N times as many. The first rank's process computes the
-CPU's experts for all, with all cores. With expert parallelism, attention that is data parallel, or several machines,
-the first rank alone computes Moebius's experts. See :func:`place`.
+With tensor parallelism the first rank computes Moebius's experts for all. With ``--kt-divide-experts 1`` and
+``--tp-size N`` in one machine, every GPU computes its part of their width: those of prompts cross N links, and the
+pools of N GPUs hold N times as many. The first rank's process still computes the CPU's experts for all, with all cores.
+It does not apply to expert parallelism, attention that is data parallel, or several machines. See :func:`place`. It has
+run on emulated GPUs only.
 
 Draft models compute their own experts on the GPU. Rows that pad a CUDA graph are no tokens to the CPU.
 
@@ -85,6 +86,9 @@ THRESHOLD = "MOEBIUS_KT_GPU_PREFILL_TOKEN_THRESHOLD"
 #: Carries ``--kt-gpu-pool-gib``.
 POOL = "MOEBIUS_KT_GPU_POOL_GIB"
 
+#: Carries ``--kt-divide-experts``.
+DIVIDE = "MOEBIUS_KT_DIVIDE_EXPERTS"
+
 #: Our flags, the type of their values, their variables, and their help.
 FLAGS = {
     "--kt-gpu-prefill-token-threshold": (
@@ -96,6 +100,11 @@ FLAGS = {
         float,
         POOL,
         "[moebius] GiB of each GPU's memory that hold experts for decode, which follow the text. Default: 0.",
+    ),
+    "--kt-divide-experts": (
+        int,
+        DIVIDE,
+        "[moebius] 1: with --tp-size, every GPU computes its part of each expert. Default: 0, the first one all.",
     ),
 }
 
@@ -128,10 +137,10 @@ def place(parallel: Any) -> tuple[int, int]:
 
     ``parallel``: SGLang's ``get_parallel()``.
 
-    They are the tensor parallel ranks of one machine, if all are given the same tokens and SGLang adds what all return.
-    Otherwise it is (0, 1), and only SGLang's first rank computes.
+    They are the tensor parallel ranks of one machine, if ``--kt-divide-experts`` asks for it, all are given the same
+    tokens, and SGLang adds what all return. Otherwise it is (0, 1), and only SGLang's first rank computes.
     """
-    if parallel.tp_size == 1:
+    if parallel.tp_size == 1 or int(os.environ.get(DIVIDE) or 0) == 0:
         return 0, 1
     import torch  # type: ignore[import-not-found,unused-ignore]
 

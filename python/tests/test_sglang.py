@@ -160,6 +160,9 @@ def test_ranks_of_one_machine_that_add_their_sums_divide_experts(monkeypatch):
     place = moebius.sglang.place
     monkeypatch.setenv(moebius.sglang.THRESHOLD, "")
     monkeypatch.setenv(moebius.sglang.POOL, "")
+    monkeypatch.setenv(moebius.sglang.DIVIDE, "")
+    assert [place(parallel(rank, 2)) for rank in range(2)] == [(0, 1), (0, 1)], "nobody asks for it"
+    monkeypatch.setenv(moebius.sglang.DIVIDE, "1")
     assert [place(parallel(rank, 2)) for rank in range(2)] == [(0, 2), (1, 2)] and place(parallel()) == (0, 1)
     for changes in [
         dict(moe_ep_size=2, moe_tp_size=1),
@@ -494,6 +497,7 @@ def test_sglang_says_what_ranks_there_are(sglang, monkeypatch):
 
     monkeypatch.setattr(sglang.torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv(moebius.sglang.THRESHOLD, "")
+    monkeypatch.setenv(moebius.sglang.DIVIDE, "1")
     context = runtime_context.get_parallel()
     with context.override(**vars(parallel(1, 2))):
         assert moebius.sglang.place(context) == (1, 2)

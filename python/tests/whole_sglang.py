@@ -162,7 +162,7 @@ def servers(model, gpu_experts, common, gpus):
             own[1] = str(in_small_groups(model, model.parent / f"{model.name}-groups"))
         half = ["--kt-gpu-pool-gib", str(float(pool) / 2)]  # of each expert's width on each GPU
         for how, flags in [("tp2", []), ("tp2-eager", eager), ("tp2-pool", half)]:
-            yield f"{experts}-{how}", experts, [*common, *own, "--tp-size", "2", *flags], {}
+            yield f"{experts}-{how}", experts, [*common, *own, "--tp-size", "2", "--kt-divide-experts", "1", *flags], {}
 
 
 def compare(name, given, flags, out, scratch):

@@ -74,8 +74,8 @@ impl Sender {
         Self { road, runs: 0, ends: VecDeque::new(), copied_bytes: 0 }
     }
 
-    /// Sends an expert of `layer` to where `to` begins, once it is [shown](Sender::show). `parts` are of the device, and
-    /// [its kernels can copy them](Parts::are_for_kernels).
+    /// Sends an expert of `layer` to where `to` begins, once it is [shown](Sender::show). `parts` are of the device,
+    /// and [its kernels can copy them](Parts::are_for_kernels).
     pub(super) fn send(&mut self, parts: &Parts, (layer, expert): (usize, u16), to: Address<u8>) {
         let Self { road, runs: written, ends, copied_bytes } = self;
         parts.each(layer, expert as usize, |offset, runs| {
