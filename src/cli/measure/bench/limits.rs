@@ -44,8 +44,8 @@ impl PassWork {
     }
 }
 
-/// Operations that reading `tokens` tokens of one sequence takes, the output head aside. `model` is what each of `ranks`
-/// has, but for routed experts, which are whole.
+/// Operations that reading `tokens` tokens of one sequence takes, the output head aside. `model` is what each of
+/// `ranks` has, but for routed experts, which are whole.
 pub(super) fn products(model: &ModelConfig, ranks: usize, tokens: usize) -> f64 {
     // A token sees itself and those before it.
     let pairs = tokens as f64 * (tokens as f64 + 1.0) / 2.0;
