@@ -22,6 +22,7 @@
 //   experts_down_{...}      grid (ceil(ceil(hidden / TILE_ROWS) / BLOCK_TILES), pairs / tile + num_experts)
 //                           from h, to y
 //   experts_combine         grid (tokens, ceil(hidden / COMBINED))
+//                           what stands in `out` does not count if this is `over` it
 //                           ids and weights [tokens, top_k], top_k <= MAX_TOP_K, hidden a multiple of 8
 #include "epilogue.cuh"
 #include "packed_gemm.cuh"
@@ -154,7 +155,7 @@ GROUPED_WIDE(int8_g32, INT8, 32, 99840)
 constexpr int COMBINE_THREADS = 256, COMBINED = 8 * COMBINE_THREADS, MAX_TOP_K = 32;
 
 KERNEL(experts_combine, COMBINE_THREADS, 0, const int* ids, const float* weights, const uint64_t* experts,
-    const bf16* y, float* out, int hidden, int num_experts, int top_k) {
+    const bf16* y, float* out, int hidden, int num_experts, int top_k, int over) {
     begin_kernel();
     __shared__ int here[MAX_TOP_K];
     const int token = blockIdx.x;
@@ -166,7 +167,8 @@ KERNEL(experts_combine, COMBINE_THREADS, 0, const int* ids, const float* weights
     const int row = (blockIdx.y * (COMBINED / 8) + threadIdx.x) * 8;
     if (row >= hidden) return;
     float4* to = reinterpret_cast<float4*>(out + (size_t)token * hidden + row);
-    float4 a = to[0], b = to[1];
+    float4 a{}, b{};
+    if (!over) a = to[0], b = to[1];
 #pragma unroll 4
     for (int j = 0; j < top_k; j++) {
         if (!here[j]) continue;

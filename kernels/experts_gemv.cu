@@ -4,7 +4,9 @@
 //   gate_up   h[pair, intermediate] = weight[pair] * silu(gate_e x[token]) * (up_e x[token]), or what `epilogue` says
 //             (epilogue.cuh), of experts without a gate from the tiles of up alone;
 //             pair = token * top_k + slot; pairs not computed here are left alone
-//   down      out[token, hidden] += sum_slot down_e h[pair] + weight[pair] * bias_e, f32, one writer
+//   down      out[token, hidden] += sum_slot down_e h[pair] + weight[pair] * bias_e, f32, one writer; what stands in
+//             `out` does not count if this is `over` it. Where `ranks` are several, `out` is their sum (rank_sum.cuh):
+//             tokens * hidden <= FEW_NUMBERS
 //
 // A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. ids and weights [tokens, top_k]; x,
 // h bf16; out f32; top_k <= MAX_TOP_K. The products of a tile run on the tensor cores (packed_gemv.cuh).
@@ -17,6 +19,7 @@
 //   experts_down_gemv_{row of PACKED_FORMATS}      grid (ceil(hidden / TILE_ROWS), ceil(tokens / VECTORS))
 #include "epilogue.cuh"
 #include "packed_gemv.cuh"
+#include "rank_sum.cuh"
 
 constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = 512,
               DOWN_WARPS = DOWN_THREADS / WARP, MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_PAIRS = VECTORS * MAX_TOP_K;
@@ -164,7 +167,7 @@ __device__ __forceinline__ int choose(
 template <Format F, int DEPTH>
 __device__ __forceinline__ void down(const int* ids, const float* weights, const uint64_t* experts, const bf16* h,
     float* out, int tokens, int hidden, int intermediate, const Packing& packing, int down_at, int num_experts,
-    int top_k, const Epilogue& epilogue) {
+    int top_k, const Epilogue& epilogue, int over, const RankSum& ranks) {
     __shared__ float part[DOWN_WARPS][VECTORS][TILE_ROWS];
     __shared__ uint4 inputs[DOWN_WARPS][DEPTH * WARP];
     __shared__ Chosen chosen;
@@ -172,7 +175,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     const int first_token = blockIdx.y * VECTORS, here = min(tokens - first_token, VECTORS);
     const size_t first_pair = (size_t)first_token * top_k;
     const int count = choose(chosen, ids + first_pair, experts, here * top_k, top_k, num_experts);
-    if (count == 0) {
+    if (count == 0 && !over && ranks.ranks <= 1) {
         begin_kernel();
         return;
     }
@@ -210,15 +213,20 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     }
     __syncthreads();
     const int v = threadIdx.x / TILE_ROWS, at = threadIdx.x % TILE_ROWS, to = blockIdx.x * TILE_ROWS + at;
-    if (v >= here || to >= hidden) return;
+    const bool writes = v < here && to < hidden;
+    const size_t number = (size_t)(first_token + v) * hidden + to;
     float total = 0.0f;
-    if (epilogue.down) {
-        for (int p = v * top_k; p < (v + 1) * top_k; p++)
-            if (chosen.id[p] >= 0) total += weights[first_pair + p] * epilogue.down[(size_t)chosen.id[p] * hidden + to];
-    }
+    if (writes) {
+        if (epilogue.down)
+            for (int p = v * top_k; p < (v + 1) * top_k; p++)
+                if (chosen.id[p] >= 0)
+                    total += weights[first_pair + p] * epilogue.down[(size_t)chosen.id[p] * hidden + to];
 #pragma unroll
-    for (int w = 0; w < DOWN_WARPS; w++) total += part[w][v][at];
-    out[(size_t)(first_token + v) * hidden + to] += total;
+        for (int w = 0; w < DOWN_WARPS; w++) total += part[w][v][at];
+        if (!over) total += out[number];
+    }
+    total = sum_of_ranks(ranks, (int)number, total, writes);
+    if (writes) out[number] = total;
 }
 
 #define EXPERTS_GATE_UP_ARGUMENTS                                                                                      \
@@ -228,7 +236,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
 #define EXPERTS_DOWN_ARGUMENTS                                                                                         \
     const int *ids, const float *weights, const uint64_t *experts, const bf16 *h, float *out, int tokens, int hidden,  \
         int intermediate, int down_at, int num_experts, int top_k, const __grid_constant__ Packing packing,            \
-        const __grid_constant__ Epilogue epilogue
+        const __grid_constant__ Epilogue epilogue, int over, const __grid_constant__ RankSum ranks
 #define GEMV(format, F)                                                                                                \
     KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, 0, EXPERTS_GATE_UP_ARGUMENTS) {                             \
         gate_up<F, Depth<F>::GATE_UP>(                                                                                 \
@@ -236,6 +244,6 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     }                                                                                                                  \
     KERNEL(experts_down_gemv_##format, DOWN_THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                      \
         down<F, Depth<F>::DOWN>(ids, weights, experts, h, out, tokens, hidden, intermediate, packing, down_at,         \
-            num_experts, top_k, epilogue);                                                                             \
+            num_experts, top_k, epilogue, over, ranks);                                                                \
     }
 PACKED_FORMATS(GEMV)

@@ -24,6 +24,10 @@
 //                devices that give a block HELD_BYTES
 //   others       those of two steps in registers, the rest on their way to L2
 //
+// Sums of ranks (rank_sum.cuh), where `sum` has several: of one job without a batch, whose y is f32 [tokens, n] without
+// gaps, tokens * n <= FEW_NUMBERS: y is what all ranks' products give together, of which a rank adds to y but for
+// those that are `over` it.
+//
 // Launch: grid (sum over jobs of div_ceil(n, GEMV_WARPS * ROWS / k_warps), batch); for silu only job[0] counts. Jobs
 // that are not there have n = 0 and stand last.
 //
@@ -33,6 +37,7 @@
 //
 //   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_held_f32_add, gemv_silu, gemv_norm_bf16_set
 #include "product.cuh"
+#include "rank_sum.cuh"
 
 struct Gemv {
     ProductJob job[3];
@@ -42,6 +47,8 @@ struct Gemv {
     int x_pitch, tokens, k, k_warps;
     float eps;
     int independent; // nothing here is read or written by the kernel in front, or was written by it
+    int over;        // what stands in y is not added to
+    RankSum sum;
 };
 
 constexpr int GEMV_WARPS = 8, GEMV_THREADS = GEMV_WARPS * WARP, MAX_TOKENS = 8, ROWS = 16, MAX_HELD = 4096,
@@ -168,7 +175,7 @@ __device__ __forceinline__ void gemv(const Gemv& a) {
               row = (block * row_groups + group) * ROWS + at % ROWS;
     const bool writes = group < row_groups && at / ROWS < a.tokens && row < job.n;
     auto y = [&] { return (Out*)job.y + blockIdx.y * job.y_batch + (int64_t)(at / ROWS) * job.y_pitch + row; };
-    const float before = ADD && writes ? to_f32(*y()) : 0.0f;
+    const float before = ADD && writes && !a.over ? to_f32(*y()) : 0.0f;
 
     float sum[MATRICES][4] = {}, squares = 0.0f;
     // A step's products with the inputs that `input(d)` says, and on to the next.
@@ -230,6 +237,7 @@ __device__ __forceinline__ void gemv(const Gemv& a) {
         if (lane < 1 << shift) squares_of[warp][lane] = squares;
     }
     __syncthreads();
+    float out = 0.0f;
     if (writes) {
         float v[MATRICES];
 #pragma unroll
@@ -248,11 +256,12 @@ __device__ __forceinline__ void gemv(const Gemv& a) {
             }
             if (bias) v[m] += bias[row];
         }
-        float out = v[0];
+        out = v[0];
         if (SILU) out = v[0] / (1.0f + __expf(-v[0])) * v[MATRICES - 1];
         if (ADD) out += before;
-        *y() = from_f32<Out>(out);
     }
+    if constexpr (ADD) out = sum_of_ranks(a.sum, at / ROWS * job.n + row, out, writes);
+    if (writes) *y() = from_f32<Out>(out);
     // A kernel that waits for this one also waits for the one in front of it.
     if (a.independent) wait_for_previous_kernel();
 }

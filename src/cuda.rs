@@ -5,6 +5,7 @@
 //! memory        buffers on the device, pinned and registered ones on the host
 //! stream        streams and events
 //! graph         recorded launches
+//! beside        sums over several devices beside what else these compute
 //! rank          several devices that sum what each has computed
 //! cublas_lt     products of many rows
 //! bandwidth     what memory and the link carry
@@ -19,6 +20,7 @@
 #![allow(unsafe_code)]
 
 mod bandwidth;
+mod beside;
 pub(crate) mod cublas_lt;
 mod graph;
 pub(crate) mod kernels;
@@ -36,12 +38,13 @@ use cudarc::driver::sys::{self, CUresult};
 
 use crate::{Error, Result};
 
+pub(crate) use beside::terms;
 pub use graph::Graph;
 pub use kernels::Kernels;
 pub(crate) use kernels::launch;
 pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered, Runs, SharedMemory, TensorMap};
-pub(crate) use rank::MAX_RANKS;
 pub use rank::Rank;
+pub(crate) use rank::{ALONE, MAX_RANKS};
 pub use stream::{CudaEvent, CudaStream};
 
 /// The least driver that the kernels need, as `cuDriverGetVersion` counts: CUDA 13.0, driver 580.

@@ -52,6 +52,15 @@ pub trait ExpertExecutor<B: Backend>: Send {
     /// Ends it: `out[t] += sum_e weight[t, e] * down_e(silu(gate_e x_t) * up_e x_t)`; `out` [tokens, hidden].
     fn finish(&mut self, out: &mut B::Tensor) -> Result<()>;
 
+    /// The same on one of several ranks: its part is added to `out`, or stands `over` it. Returns whether `out` is the
+    /// sum over all ranks now.
+    fn finish_of_rank(&mut self, backend: &B, out: &mut B::Tensor, over: bool) -> Result<bool> {
+        if over {
+            backend.clear(out);
+        }
+        self.finish(out).map(|()| false)
+    }
+
     /// Whether it could use a guess of what the layer after the submitted one will be given: its memory idles until
     /// then.
     fn foresees(&self) -> bool {

@@ -94,7 +94,7 @@ impl<B: Backend> Model<B> {
         if let Some(experts) = experts {
             experts.between_passes()?;
         }
-        let parts = parts.cut(backend, batch);
+        let (parts, terms) = parts.cut(backend, batch);
         steering.prepare(backend, tap.as_deref())?;
         let rows = parts.iter_mut().map(|part| (part.rows.clone(), &mut part.ngrams[..]));
         weights.tables.look_up(backend, batch, rows)?;
@@ -126,16 +126,33 @@ impl<B: Backend> Model<B> {
                     experts: experts.as_deref_mut().zip(moe),
                     choices: choices.as_ref(),
                     ngrams,
+                    terms,
                     buffers,
                 };
-                for part in &mut *parts {
-                    layer.run(part)?;
-                    if let Some(tap) = &mut tap {
-                        steering.add(backend, i, part);
-                        tap.take(backend, i, part, layer.routing())?;
+                let mut leave = |layer: &Layer<'_, B>, part: &mut Part<B>| {
+                    let Some(tap) = &mut tap else { return Ok(()) };
+                    backend.wait_for_sum(&part.x);
+                    steering.add(backend, i, part);
+                    tap.take(backend, i, part, layer.routing())
+                };
+                if layer.config.residual == Residual::Parallel {
+                    for part in &mut *parts {
+                        layer.attend(part)?;
+                        layer.feed_forward(part)?; // reads the same norm
+                        leave(&layer, part)?;
+                    }
+                } else {
+                    // One after the other, so that ranks may sum what one got while they compute the next.
+                    for part in &mut *parts {
+                        layer.attend(part)?;
+                    }
+                    for part in &mut *parts {
+                        layer.feed_forward(part)?;
+                        leave(&layer, part)?;
                     }
                 }
             }
+            parts.iter().for_each(|part| backend.wait_for_sum(&part.x));
             Ok(())
         };
         let replayed = backend.replay(batch, hooks, &mut pass)?;
@@ -168,20 +185,20 @@ struct Layer<'a, B: Backend> {
     experts: Option<(&'a mut (dyn ExpertExecutor<B> + 'static), usize)>, // and its number among the MoE layers
     choices: Option<&'a Choices<B>>,                                     // of the pass
     ngrams: Option<usize>,                                               // its rows of the parts
+    terms: Option<&'a B::Tensor>, // of other ranks, where a pass has several parts
     buffers: &'a mut Buffers<B>,
 }
 
 const CONNECTED: &str = "connected streams have buffers, and norms of both parts";
 
 impl<B: Backend> Layer<'_, B> {
-    /// `x += attention(norm(x)); x += ffn(norm(x))`, or as [`Residual`](crate::model::Residual) says.
-    fn run(&mut self, part: &mut Part<B>) -> Result<()> {
-        let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, choices, ngrams, buffers, .. } =
-            self;
+    /// `x += attention(norm(x))`, or as [`Residual`](crate::model::Residual) says.
+    fn attend(&mut self, part: &mut Part<B>) -> Result<()> {
+        let Self { backend, norm, norm_eps, config, weights, rope, cache, ngrams, terms, buffers, .. } = self;
         let (backend, eps, lent) = (*backend, *norm_eps, self.lent);
         buffers.set_rows(backend, part.rows.len());
-        let Buffers { h, attention: of_attention, ffn: of_ffn, result, mixing, connecting, ngrams: of_ngrams } =
-            &mut **buffers;
+        backend.wait_for_sum(&part.x);
+        let Buffers { h, attention: of_attention, result, mixing, connecting, ngrams: of_ngrams, .. } = &mut **buffers;
         let Part { batch, x, angles, chosen, shares, ngrams: rows, .. } = part;
 
         if let (Some(config), Some(weights), Some(i)) = (&config.ngrams, &weights.ngrams, ngrams) {
@@ -201,7 +218,7 @@ impl<B: Backend> Layer<'_, B> {
             lent,
             chosen,
         };
-        let mut stream = Stream::of_term(&mut *x, weights.attention_term);
+        let mut stream = Stream::of_term(&mut *x, weights.attention_term).beside(*terms);
         match (&weights.entries, &mut *mixing, &mut *result) {
             (Entries::Mixers([mixer, _]), Some(mixing), Some(result)) => {
                 mixing.mix(backend, mixer, eps, stream.x, h);
@@ -226,8 +243,17 @@ impl<B: Backend> Layer<'_, B> {
                 }
             }
         }
-        attention(&step, of_layer, of_attention, h, &mut stream)?;
+        attention(&step, of_layer, of_attention, h, &mut stream)
+    }
 
+    /// `x += ffn(norm(x))`, likewise.
+    fn feed_forward(&mut self, part: &mut Part<B>) -> Result<()> {
+        let Self { backend, norm, norm_eps, config, weights, experts, choices, terms, buffers, .. } = self;
+        let (backend, eps) = (*backend, *norm_eps);
+        buffers.set_rows(backend, part.rows.len());
+        backend.wait_for_sum(&part.x);
+        let Buffers { h, ffn: of_ffn, result, mixing, connecting, .. } = &mut **buffers;
+        let Part { batch, x, shares, .. } = part;
         let of_experts = choices.zip(experts.as_ref()).map(|(choices, (_, number))| (choices, *number));
         let of_layer = ffn::Layer {
             config: &config.ffn,
@@ -240,7 +266,7 @@ impl<B: Backend> Layer<'_, B> {
             }),
             experts: experts.as_mut().map(|(experts, number)| (&mut **experts, *number)),
         };
-        let mut stream = Stream::plain(x);
+        let mut stream = Stream::plain(x).beside(*terms);
         match (&weights.entries, mixing, result) {
             (Entries::Mixers([_, mixer]), Some(mixing), Some(result)) => {
                 mixing.mix(backend, mixer, eps, stream.x, h);

@@ -77,6 +77,59 @@ fn sums_are_those_of_all_ranks_in_their_order() {
     }
 }
 
+/// As a pass in parts does: each sum is under way while others begin, and waited for in any order.
+#[test]
+fn sums_beside_other_work_are_the_same() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    for of in 2..=gpus().min(4) {
+        let (devices, ranks) = ranks(of);
+        let mut random = Random(of as u64);
+        let lengths: Vec<usize> = (0..24).map(|i| 4 * (1 + random.bits() as usize % [3, 50_000][i % 2])).collect();
+        let number = |rank: usize, sum: usize, i: usize| ((i * (2 * rank + 3) + 7 * sum + rank) % 4093) as f32 / 7.0;
+        let on = |r: usize| {
+            let (cuda, rank) = (&devices[r], &ranks[r]);
+            cuda.enter_thread().unwrap();
+            let longest = lengths.iter().max().unwrap();
+            let terms = DeviceBuffer::zeros(cuda, *longest * of).unwrap();
+            let buffer = |(k, &len): (usize, &usize)| {
+                let own: Vec<f32> = (0..len).map(|i| number(r, k, i)).collect();
+                DeviceBuffer::from_slice(cuda, &own).unwrap()
+            };
+            let buffers: Vec<_> = lengths.iter().enumerate().map(buffer).collect();
+            // Up to a dozen at a time, of which the one before last is wanted first.
+            for some in buffers.chunks(12) {
+                some.iter().for_each(|x| rank.all_reduce_beside(x.address(), x.len(), terms.address()));
+                some.iter().rev().skip(1).chain(some.last()).for_each(|x| rank.wait_for_sum(x.address()));
+            }
+            let read = |x: &DeviceBuffer<f32>| {
+                let (mut out, copy) = (vec![0.0; x.len()], DeviceBuffer::<f32>::zeros(cuda, x.len()).unwrap());
+                // In the order of the compute stream, which has waited.
+                cuda.copy_within(&cuda.compute, copy.address(), x.address(), 4 * x.len());
+                copy.read(&mut out).unwrap();
+                out
+            };
+            buffers.iter().map(read).collect::<Vec<_>>()
+        };
+        let got: Vec<Vec<Vec<f32>>> = thread::scope(|scope| {
+            let threads: Vec<_> = (0..of)
+                .map(|r| {
+                    let on = &on;
+                    scope.spawn(move || on(r))
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        for (k, &len) in lengths.iter().enumerate() {
+            for i in 0..len {
+                let want = (1..of).fold(number(0, k, i), |sum, r| sum + number(r, k, i));
+                for (r, got) in got.iter().enumerate() {
+                    assert_eq!(got[k][i].to_bits(), want.to_bits(), "rank {r} of {of}, sum {k} of {len}, number {i}");
+                }
+            }
+        }
+    }
+}
+
 /// All that ranks do at their start but reach each other, on one GPU.
 #[test]
 fn a_rank_alone_keeps_its_numbers() {
@@ -184,6 +237,14 @@ fn models_on_several_gpus_say_what_they_say_on_one() {
             assert!(same, "{model} on {devices:?}: other bits in another run");
             assert_eq!(greedy(&mut again, &tokens, 12), answer, "{model} on {devices:?}");
             if devices.len() == 2 {
+                drop(first);
+                // In two parts, where one GPU has all experts.
+                let config = EngineConfig { resident_experts: resident, prefill: PrefillOn::Cpu, ..config(devices) };
+                let mut halves = demo(model, &EngineConfig { max_batch_tokens: Some(64), ..config });
+                let (got, steered_halves) = (logits(&mut halves, &tokens), steered(&mut halves, &tokens));
+                for (what, off) in [("", off(&got, &want)), (", steered", off(&steered_halves, &want_steered))] {
+                    assert!(off < 0.02, "{model} on {devices:?} in parts{what}: off by {off}");
+                }
                 let off = off(&steered(&mut again, &tokens), &want_steered);
                 assert!(off < 0.02, "{model} on {devices:?}: off by {off} where it is steered");
             }
@@ -272,10 +333,13 @@ fn widened(name: &str, devices: &[usize]) -> Loaded {
             moe.intermediate_size = 64;
         }
     }
-    let config = EngineConfig { group_size: None, experts: ExpertBits::Bf16, ..config(devices) };
+    // Several GPUs take a prompt in halves, whose sums are under way beside each other.
+    let max_batch_tokens = Some(64);
+    let config = EngineConfig { group_size: None, experts: ExpertBits::Bf16, max_batch_tokens, ..config(devices) };
     let machine = load::machine(&config, &Topology::read()).unwrap();
     let spec = Spec::new(&model, &config, Kept::NOTHING).unwrap();
     let Budget::Gpu(gpus, plan) = Budget::new(&spec, &machine).unwrap() else { panic!("on the CPU") };
+    assert_eq!(plan.limits.chunk_tokens, if devices.len() > 1 { 32 } else { 64 });
     let experts = Some(synthetic::experts(&model, Precision::Bf16).unwrap());
     let (stored, planned) = (Stored { resident: &folder.checkpoint, experts }, plan.total() - CONTEXT_BYTES);
     let loaded = load::assemble(&spec, stored, Budget::Gpu(gpus.clone(), plan), machine, &|_| {}).unwrap();

@@ -1,11 +1,11 @@
 //! `Rank`: one of several devices that have a share of a model each.
 
-use super::memory::Memory;
+use super::dense::Dense;
 use crate::Result;
 use crate::model::Share;
 
 /// What ranks do together. A device that is alone has nothing to do here.
-pub trait Rank: Memory {
+pub trait Rank: Dense {
     /// What it has of the model.
     fn share(&self) -> Share {
         Share::WHOLE
@@ -14,6 +14,30 @@ pub trait Rank: Memory {
     /// `x = x_0 + x_1 + ...` over all ranks, f32, in their order: all have the same bits afterwards. Every rank does
     /// the same sums in the same order.
     fn all_reduce(&self, _x: &mut Self::Tensor) {}
+
+    /// The same, beside ops that do not read `x` until [`wait_for_sum`](Rank::wait_for_sum). `terms` is
+    /// [room](Rank::room_for_terms) for it.
+    fn all_reduce_beside(&self, x: &mut Self::Tensor, terms: &Self::Tensor) {
+        let _ = terms;
+        self.all_reduce(x);
+    }
+
+    /// Lets the ops that follow see the sum of `x`, if one is under way.
+    fn wait_for_sum(&self, _x: &Self::Tensor) {}
+
+    /// Room for sums beside other ops of up to `rows` rows of `cols` numbers; `None`: there is nothing to sum.
+    fn room_for_terms(&self, _rows: usize, _cols: usize) -> Result<Option<Self::Tensor>> {
+        Ok(None)
+    }
+
+    /// `x += W h + b`, f32, or `x = W h + b`, `over` what was there. Returns whether `x` is the sum over all ranks now.
+    fn linear_of_rank(&self, w: &Self::Linear, h: &Self::Tensor, x: &mut Self::Tensor, over: bool) -> bool {
+        match over {
+            false => self.linear_add(w, h, x),
+            true => self.linear(w, h, x),
+        }
+        false
+    }
 
     /// Brings the ranks' columns `[R, columns of a rank]` side by side into `all`, `[R, columns]`, f32, on all of them;
     /// those of this rank begin at `first`.

@@ -2,11 +2,13 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Release;
+use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUresult};
 
+use super::beside::Beside;
+use super::kernels::RankSum;
 pub(crate) use super::kernels::all_reduce::MAX_RANKS;
 use super::kernels::all_reduce::{FEW_NUMBERS, INBOX_BYTES, MANY_BLOCKS, MANY_THREADS, REDUCE_THREADS, STAMPS};
 use super::kernels::{self, launch};
@@ -21,13 +23,16 @@ const EMULATED_PATIENCE: Duration = Duration::from_secs(120);
 /// One of several devices.
 pub struct Rank {
     cuda: Arc<Cuda>,
-    number: usize,
-    of: usize,
+    of_kernels: RankSum,
     _inbox: DeviceBuffer<u8>,
-    stamps: DeviceBuffer<u32>,
-    peers: kernels::Peers,
+    _stamps: DeviceBuffer<u32>,
+    beside: Option<Beside>,       // `None`: a plan
     stop: Arc<PinnedBuffer<u32>>, // one number: a rank has failed
 }
+
+/// What a kernel is told that sums with nobody.
+pub(crate) const ALONE: RankSum =
+    RankSum { inbox: [Address::NULL; MAX_RANKS], stamps: Address::NULL, stop: Address::NULL, rank: 0, ranks: 1 };
 
 impl Rank {
     /// Ranks of these devices, in their order, once their sums have been seen to be right.
@@ -61,14 +66,22 @@ impl Rank {
             Ok(inbox)
         };
         let inboxes = devices.iter().map(inbox).collect::<Result<Vec<_>>>()?;
-        let mut peers = kernels::Peers { inbox: [Address::NULL; MAX_RANKS] };
-        peers.inbox.iter_mut().zip(&inboxes).for_each(|(to, inbox)| *to = inbox.address());
-        let rank = |((number, cuda), inbox): ((usize, &Arc<Cuda>), DeviceBuffer<u8>)| {
+        let mut all = [Address::NULL; MAX_RANKS];
+        all.iter_mut().zip(&inboxes).for_each(|(to, inbox)| *to = inbox.address());
+        let beside = Beside::of_devices(devices)?;
+        let rank = |(((number, cuda), inbox), beside): (((usize, &Arc<Cuda>), DeviceBuffer<u8>), Beside)| {
             cuda.enter_thread()?;
             let (stamps, stop) = (DeviceBuffer::zeros(cuda, STAMPS)?, stop.clone());
-            Ok(Self { cuda: cuda.clone(), number, of: devices.len(), _inbox: inbox, stamps, peers, stop })
+            let of_kernels = RankSum {
+                inbox: all,
+                stamps: stamps.address(),
+                stop: stop.address(),
+                rank: number as i32,
+                ranks: devices.len() as i32,
+            };
+            Ok(Self { cuda: cuda.clone(), of_kernels, _inbox: inbox, _stamps: stamps, beside: Some(beside), stop })
         };
-        let ranks = devices.iter().enumerate().zip(inboxes).map(rank).collect::<Result<Vec<_>>>()?;
+        let ranks = devices.iter().enumerate().zip(inboxes).zip(beside).map(rank).collect::<Result<Vec<_>>>()?;
         test(&ranks)?;
         devices[0].enter_thread()?;
         Ok(ranks)
@@ -78,37 +91,54 @@ impl Rank {
     pub fn planned(cuda: &Arc<Cuda>, number: usize, of: usize) -> Result<Self> {
         Ok(Self {
             cuda: cuda.clone(),
-            number,
-            of,
+            of_kernels: RankSum { rank: number as i32, ranks: of as i32, ..ALONE },
             _inbox: DeviceBuffer::new(cuda, INBOX_BYTES)?,
-            stamps: DeviceBuffer::new(cuda, STAMPS)?,
-            peers: kernels::Peers { inbox: [Address::NULL; MAX_RANKS] },
+            _stamps: DeviceBuffer::new(cuda, STAMPS)?,
+            beside: None,
             stop: Arc::new(PinnedBuffer::new(cuda, 1)?),
         })
     }
 
     /// Counted from 0.
     pub fn number(&self) -> usize {
-        self.number
+        self.of_kernels.rank as usize
     }
 
     /// How many ranks there are.
     pub fn of(&self) -> usize {
-        self.of
+        self.of_kernels.ranks as usize
+    }
+
+    /// What a kernel is told that sums `numbers` numbers of its own over all ranks; `None`: they are too many for that.
+    pub(crate) fn within_kernels(&self, numbers: usize) -> Option<RankSum> {
+        (numbers <= FEW_NUMBERS).then_some(self.of_kernels)
     }
 
     /// Enqueues `x = x_0 + x_1 + ...` over all ranks, of `numbers` numbers, a multiple of 4.
     pub fn all_reduce(&self, x: Address<f32>, numbers: usize) {
-        let Self { cuda, number, of, stamps, peers, stop, .. } = self;
-        let (stream, number, of) = (&cuda.compute, *number as i32, *of as i32);
-        if numbers <= FEW_NUMBERS {
-            launch!(cuda, stream, kernels::all_reduce, [numbers.div_ceil(REDUCE_THREADS), 1, 1];
-                *peers, x, numbers as i32, number, of, stamps.address(), stop.address());
+        let (cuda, stream) = (&self.cuda, &self.cuda.compute);
+        if let Some(sum) = self.within_kernels(numbers) {
+            launch!(cuda, stream, kernels::all_reduce, [numbers.div_ceil(REDUCE_THREADS), 1, 1]; sum, x, numbers as i32);
             return;
         }
-        let of_a_rank = (numbers / 4).div_ceil(self.of);
+        let of_a_rank = (numbers / 4).div_ceil(self.of());
         launch!(cuda, stream, kernels::all_reduce_many, [of_a_rank.div_ceil(MANY_THREADS).min(MANY_BLOCKS), 1, 1];
-            *peers, x, numbers as i32, number, of, stamps.address(), stop.address());
+            self.of_kernels, x, numbers as i32);
+    }
+
+    /// Enqueues the same of many numbers beside what follows, which [`wait_for_sum`](Rank::wait_for_sum) lets see it.
+    /// `terms` has room for [so many](super::terms) numbers.
+    pub fn all_reduce_beside(&self, x: Address<f32>, numbers: usize, terms: Address<f32>) {
+        if let Some(beside) = &self.beside {
+            beside.sum(&self.cuda, (x, numbers), terms, &|| self.has_failed());
+        }
+    }
+
+    /// Lets what follows see the sum of `x`, if one is under way.
+    pub fn wait_for_sum(&self, x: Address<f32>) {
+        if let Some(beside) = &self.beside {
+            beside.wait(&self.cuda, x.to_u64(), &|| self.has_failed());
+        }
     }
 
     /// Enqueues what brings the ranks' columns `[rows, cols]` side by side into `out`, `[rows, all]`, a multiple of 4
@@ -149,6 +179,10 @@ impl Rank {
         }
         ranks[0].cuda.enter_thread()?;
         Ok(best / f64::from(sums))
+    }
+
+    fn has_failed(&self) -> bool {
+        self.stop.atomic(0).load(Acquire) != 0
     }
 
     /// Lets all ranks go on that wait for others: this one has failed.

@@ -58,8 +58,9 @@ use super::popularity::Popularity;
 use super::residency::Residency;
 use super::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory, ExpertShape, FORESEEN_TOKENS, Traffic};
 use crate::Result;
+use crate::backend::Dense as _;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor};
-use crate::cuda::{Address, Cuda, Registered};
+use crate::cuda::{ALONE, Address, Cuda, Registered};
 use crate::machine::heap::Heap;
 use crate::model::Share;
 use admissions::Admissions;
@@ -69,7 +70,7 @@ use handoff::Handoff;
 use holder::{Channel, Holder, Side};
 use learning::Learning;
 use parts::Parts;
-use products::{Choices, LayerInput, Products};
+use products::{Choices, LayerInput, Products, Sink};
 use residents::Residents;
 use ring::Ring;
 use together::{Together, Turn};
@@ -397,6 +398,44 @@ impl GpuExperts {
         }
         self.vram_bytes += (self.pool.choices().hits - before) * self.memory.cache().layout(layer).bytes() as u64;
     }
+
+    /// Ends the submitted layer.
+    fn end(&mut self, out: &mut Tensor, sink: Sink) -> Result<()> {
+        let Some(Submitted { choices, cpu, gpu }) = self.submitted.take() else {
+            panic!("`finish` comes after `submit`")
+        };
+        let stream = &self.cuda.compute;
+        match gpu {
+            None => {}
+            Some(GpuPart::Few { table }) => self.products.few_down(stream, table, choices, out.f32(), sink),
+            Some(GpuPart::Many { table }) => self.products.combine(stream, table, choices, out.f32(), sink.over),
+        }
+        let Choices { layer, tokens, top_k, .. } = choices;
+        let admissions = self.admissions.as_ref().filter(|_| self.cuda.is_rehearsing());
+        let is_last = layer + 1 == self.pool.residency().layers();
+        if let (true, Some(admissions)) = (is_last && layer > 0, admissions) {
+            admissions.branch.join(&self.cuda, &self.cuda.compute);
+        }
+        for holder in &self.holders {
+            holder.fetch(&self.cuda, (layer, tokens * out.cols()), out);
+        }
+        match (cpu, admissions) {
+            (true, _) => {
+                let limit = admissions.map_or(Limit::NONE, |admissions| admissions.branch.limit(layer));
+                self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), limit, out);
+            }
+            (false, Some(admissions)) => admissions.branch.take_limit(&self.cuda, layer),
+            (false, None) => {}
+        }
+        if let (false, Some(admissions)) = (is_last, admissions) {
+            admissions.branch.admit(&self.cuda, &self.cuda.compute, layer);
+        }
+        if cpu && !self.cuda.is_recording() {
+            let cpu = (&mut self.cpu, self.pool.residency());
+            self.handoff.serve(&self.cuda, cpu, layer, tokens, top_k)?;
+        }
+        Ok(())
+    }
 }
 
 impl ExpertExecutor<CudaBackend> for GpuExperts {
@@ -451,39 +490,20 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     }
 
     fn finish(&mut self, out: &mut Tensor) -> Result<()> {
-        let Some(Submitted { choices, cpu, gpu }) = self.submitted.take() else {
-            panic!("`finish` comes after `submit`")
-        };
-        match gpu {
-            None => {}
-            Some(GpuPart::Few { table }) => self.products.few_down(&self.cuda.compute, table, choices, out.f32()),
-            Some(GpuPart::Many { table }) => self.products.combine(&self.cuda.compute, table, choices, out.f32()),
+        self.end(out, Sink::ADD)
+    }
+
+    fn finish_of_rank(&mut self, backend: &CudaBackend, out: &mut Tensor, over: bool) -> Result<bool> {
+        let submitted = self.submitted.as_ref().expect("`finish` comes after `submit`");
+        let (cpu, gpu) = (submitted.cpu, submitted.gpu);
+        // What nothing else is added to is summed as it is written.
+        let last = matches!(gpu, Some(GpuPart::Few { .. })) && !cpu && self.holders.is_empty();
+        let sum = backend.sum_within_kernels(out).filter(|_| last);
+        if over && gpu.is_none() {
+            backend.clear(out);
         }
-        let Choices { layer, tokens, top_k, .. } = choices;
-        let admissions = self.admissions.as_ref().filter(|_| self.cuda.is_rehearsing());
-        let is_last = layer + 1 == self.pool.residency().layers();
-        if let (true, Some(admissions)) = (is_last && layer > 0, admissions) {
-            admissions.branch.join(&self.cuda, &self.cuda.compute);
-        }
-        for holder in &self.holders {
-            holder.fetch(&self.cuda, (layer, tokens * out.cols()), out);
-        }
-        match (cpu, admissions) {
-            (true, _) => {
-                let limit = admissions.map_or(Limit::NONE, |admissions| admissions.branch.limit(layer));
-                self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), limit, out);
-            }
-            (false, Some(admissions)) => admissions.branch.take_limit(&self.cuda, layer),
-            (false, None) => {}
-        }
-        if let (false, Some(admissions)) = (is_last, admissions) {
-            admissions.branch.admit(&self.cuda, &self.cuda.compute, layer);
-        }
-        if cpu && !self.cuda.is_recording() {
-            let cpu = (&mut self.cpu, self.pool.residency());
-            self.handoff.serve(&self.cuda, cpu, layer, tokens, top_k)?;
-        }
-        Ok(())
+        self.end(out, Sink { over, sum: sum.unwrap_or(ALONE) })?;
+        Ok(sum.is_some())
     }
 
     fn foresees(&self) -> bool {

@@ -33,6 +33,8 @@ pub(crate) struct Stream<'a, B: Backend> {
     pub(super) after: Option<After<'a, B>>,
     /// Which of its results comes next.
     pub(super) term: Term,
+    /// Room for the sum over ranks, where that may be under way while other tokens are computed.
+    pub(super) beside: Option<&'a B::Tensor>,
 }
 
 /// Which of a part's results it is: ranks sum once for all of them.
@@ -75,12 +77,17 @@ impl<B: Backend> Through<'_, B> {
 impl<'a, B: Backend> Stream<'a, B> {
     /// One that a result is added to as it is.
     pub(super) fn plain(x: &'a mut B::Tensor) -> Self {
-        Self { x, norm: None, after: None, term: Term::Only }
+        Self { x, norm: None, after: None, term: Term::Only, beside: None }
     }
 
     /// The same, for one of a part's results.
     pub(super) fn of_term(x: &'a mut B::Tensor, term: Term) -> Self {
         Self { term, ..Self::plain(x) }
+    }
+
+    /// Sums over ranks may be under way behind it, until [`Rank::wait_for_sum`](crate::backend::Rank::wait_for_sum).
+    pub(super) fn beside(self, terms: Option<&'a B::Tensor>) -> Self {
+        Self { beside: terms, ..self }
     }
 
     /// Products of what the part reads. `h` has room for it, and a device may leave it unwritten.
@@ -123,46 +130,53 @@ impl<'a, B: Backend> Stream<'a, B> {
 
 /// Adds a part's result to the residual stream.
 pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, stream: &mut Stream<'_, B>) -> Result<()> {
-    let Stream { x, after, term, .. } = stream;
+    let Stream { x, after, term, beside, .. } = stream;
     // Other ranks' terms stand in the place of what they add to, which the first rank has.
     let is_over = backend.share().rank > 0 && matches!(term, Term::Only | Term::First);
-    let sum_of_ranks = |x: &mut B::Tensor| {
-        if matches!(term, Term::Only | Term::Last) {
-            backend.all_reduce(x);
-        }
+    let sums = matches!(term, Term::Only | Term::Last);
+    let sum = |x: &mut B::Tensor, is_summed: bool| match *beside {
+        _ if is_summed => {}
+        Some(terms) => backend.all_reduce_beside(x, terms),
+        None => backend.all_reduce(x),
     };
     // What goes through something is whole before it does.
-    let whole_result = |result: &mut B::Tensor| {
-        if *term != Term::Whole {
+    let sum_now = |result: &mut B::Tensor, is_summed: bool| {
+        if !is_summed {
             backend.all_reduce(result);
         }
     };
     match (partial, after) {
-        (Partial::Product(w, h), None) => {
-            match is_over {
-                false => backend.linear_add(w, h, x),
-                true => backend.linear(w, h, x),
-            }
-            sum_of_ranks(x);
+        (Partial::Product(w, h), None) if sums => {
+            let is_summed = backend.linear_of_rank(w, h, x, is_over);
+            sum(x, is_summed);
         }
+        (Partial::Product(w, h), None) if is_over => backend.linear(w, h, x),
+        (Partial::Product(w, h), None) => backend.linear_add(w, h, x),
         (Partial::Product(w, h), Some(After { through, result })) => {
-            backend.linear(w, h, result);
-            whole_result(result);
+            match term {
+                Term::Whole => backend.linear(w, h, result),
+                _ => {
+                    let is_summed = backend.linear_of_rank(w, h, result, true);
+                    sum_now(result, is_summed);
+                }
+            }
             through.add(backend, result, x);
         }
         (Partial::Sum(sum), Some(After { through, .. })) => through.add(backend, sum, x),
         (Partial::Sum(_), None) => panic!("a sum passes a norm"),
+        (Partial::Experts(experts), None) if sums => {
+            let is_summed = experts.finish_of_rank(backend, x, is_over)?;
+            sum(x, is_summed);
+        }
         (Partial::Experts(experts), None) => {
             if is_over {
                 backend.clear(x);
             }
             experts.finish(x)?;
-            sum_of_ranks(x);
         }
         (Partial::Experts(experts), Some(After { through, result })) => {
-            backend.clear(result);
-            experts.finish(result)?;
-            whole_result(result);
+            let is_summed = experts.finish_of_rank(backend, result, true)?;
+            sum_now(result, is_summed);
             through.add(backend, result, x);
         }
         (Partial::Ngrams(u), _) => backend.add_ngrams(u, x),
@@ -188,7 +202,9 @@ mod tests {
             let text = std::fs::read_to_string(&file).unwrap();
             for door in [
                 ".linear_add(",
+                ".linear_of_rank(",
                 ".finish(",
+                ".finish_of_rank(",
                 ".norm_add(",
                 ".inject(",
                 ".connect_streams(",

@@ -29,7 +29,7 @@ pub struct Shortlister {
 
 /// What becomes of what was in `out`.
 #[derive(Clone, Copy, PartialEq)]
-enum Write {
+pub(super) enum Write {
     Set,
     Add,
 }
@@ -67,7 +67,7 @@ impl From<Activation> for kernels::Activation {
 }
 
 /// The product of `w` and the rows of `x`, whose numbers are at `from`.
-fn product(x: &Tensor, from: Address<bf16>, w: &Linear, out: &mut Tensor, write: Write) -> Product {
+pub(super) fn product(x: &Tensor, from: Address<bf16>, w: &Linear, out: &mut Tensor, write: Write) -> Product {
     assert_eq!((x.cols, x.rows, out.cols), (w.k, out.rows, w.n), "a product of other shapes");
     let (y, out) = match (&out.data, write) {
         (Data::Bf16(y), Write::Set) => (y.address().cast(), Out::Bf16),

@@ -8,8 +8,8 @@ use half::bf16;
 use super::{CudaBackend, Tensor};
 use crate::Result;
 use crate::cuda::kernels::gemv::{GEMV_WARPS, HELD_BYTES, MAX_HELD, MAX_TOKENS, ROWS};
-use crate::cuda::kernels::{self, Gemm, GemmTma, Gemv, Kernel, ProductJob};
-use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
+use crate::cuda::kernels::{self, Gemm, GemmTma, Gemv, Kernel, ProductJob, RankSum};
+use crate::cuda::{ALONE, Address, Cuda, DeviceBuffer, launch};
 
 /// Tokens up to which weights are multiplied as they are read.
 pub(super) const FEW_TOKENS: usize = MAX_TOKENS;
@@ -150,6 +150,11 @@ pub(super) enum Form {
     Norm(Address<f32>, f32),
     /// Two products become one: `silu(first) * second`.
     Gated,
+    /// What is written is the sum over all ranks; this one's is added to what was there, or stands over it.
+    Summed {
+        sum: RankSum,
+        over: bool,
+    },
 }
 
 impl CudaBackend {
@@ -191,10 +196,14 @@ impl CudaBackend {
             (Form::Gated, _) => kernels::gemv_silu,
             (Form::Plain, Out::Bf16) => kernels::gemv_bf16_set,
             (Form::Plain, Out::F32) => kernels::gemv_f32_set,
-            (Form::Plain, Out::F32Add) if held => kernels::gemv_held_f32_add,
-            (Form::Plain, Out::F32Add) => kernels::gemv_f32_add,
+            (_, Out::F32Add) if held => kernels::gemv_held_f32_add,
+            (_, Out::F32Add) => kernels::gemv_f32_add,
+            (Form::Summed { .. }, _) => panic!("ranks sum what is added to the residual stream"),
         };
+        let independent = self.cuda.take_independent();
         let (norm, eps) = if let Form::Norm(norm, eps) = form { (norm, eps) } else { (Address::NULL, 0.0) };
+        let (sum, over) = if let Form::Summed { sum, over } = form { (sum, over) } else { (ALONE, false) };
+        assert!(!independent || sum.ranks == 1, "ranks have done the sum in front before they begin another");
         let blocks = if let Form::Gated = form { rows(first) } else { products.iter().map(rows).sum() };
         let argument = Gemv {
             job,
@@ -206,7 +215,9 @@ impl CudaBackend {
             k: first.k as i32,
             k_warps: k_warps as i32,
             eps,
-            independent: i32::from(self.cuda.take_independent()),
+            independent: i32::from(independent),
+            over: i32::from(over),
+            sum,
         };
         launch!(self.cuda, &self.cuda.compute, kernel, [blocks, first.batch, 1]; argument);
     }

@@ -32,7 +32,7 @@ use super::FEW_TOKENS;
 use super::admissions::{self, Branch, Limit, Sender, ends_within};
 use super::board::Board;
 use super::parts::Parts;
-use super::products::{Choices, Products};
+use super::products::{Choices, Products, Sink};
 use super::prompts::{MAX_EXPERTS, MAX_PAIRS, products};
 use super::residents::Slots;
 use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, Registered, kernels, launch};
@@ -381,10 +381,10 @@ impl HeldExperts {
         let (table, x, out) = (self.table(layer), kept.x.address().cast(), kept.sum.address());
         if batch.tokens <= FEW_TOKENS {
             products.few_gate_up(beside, table, x, choices);
-            products.few_down(beside, table, choices, out);
+            products.few_down(beside, table, choices, out, Sink::ADD);
         } else {
             products.grouped(beside, table, x, choices, Address::NULL);
-            products.combine(beside, table, choices, out);
+            products.combine(beside, table, choices, out, false);
         }
         cuda.record(&kept.multiplied, beside);
     }

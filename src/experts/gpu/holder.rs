@@ -22,7 +22,7 @@ use half::bf16;
 use super::epilogue::DeviceEpilogue;
 use super::handoff::{self, Outbox};
 use super::parts::Parts;
-use super::products::{Choices, LayerInput, Products};
+use super::products::{Choices, LayerInput, Products, Sink};
 use super::residents::Residents;
 use super::{FEW_TOKENS, Sizes};
 use crate::Result;
@@ -221,10 +221,10 @@ impl Side {
         let choices = Choices { layer, tokens, top_k: self.top_k, ids, weights };
         if tokens <= FEW_TOKENS {
             products.few_gate_up(stream, table, x.address(), choices);
-            products.few_down(stream, table, choices, y.address());
+            products.few_down(stream, table, choices, y.address(), Sink::ADD);
         } else {
             products.grouped(stream, table, x.address(), choices, Address::NULL);
-            products.combine(stream, table, choices, y.address());
+            products.combine(stream, table, choices, y.address(), false);
         }
         launch!(cuda, &cuda.compute, kernels::give, [blocks(4 * numbers), 1, 1];
             y.address().cast(), mailbox.y_address.cast(), (numbers / 4) as i32, self.arrived.address(), count,

@@ -11,9 +11,10 @@ use super::epilogue::DeviceEpilogue;
 use crate::Result;
 use crate::backend::cuda::packed::{EXPERT_TILES, ExpertKernels};
 use crate::backend::cuda::{CudaRouting, Tensor};
+use crate::cuda::kernels::RankSum;
 use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
 use crate::cuda::kernels::experts_gemv::VECTORS;
-use crate::cuda::{Address, Cuda, CudaStream, DeviceBuffer, kernels, launch};
+use crate::cuda::{ALONE, Address, Cuda, CudaStream, DeviceBuffer, kernels, launch};
 use crate::experts::ExpertShape;
 
 /// What the products need beside weights and tokens.
@@ -47,6 +48,20 @@ pub(super) struct Choices {
     pub(super) top_k: usize,
     pub(super) ids: Address<i32>,     // [tokens, top_k]
     pub(super) weights: Address<f32>, // [tokens, top_k]
+}
+
+/// How what few tokens' experts give comes to where it belongs.
+#[derive(Clone, Copy)]
+pub(super) struct Sink {
+    /// What was there does not count.
+    pub(super) over: bool,
+    /// Ranks whose sum it is.
+    pub(super) sum: RankSum,
+}
+
+impl Sink {
+    /// It is added, and is the whole.
+    pub(super) const ADD: Self = Self { over: false, sum: ALONE };
 }
 
 impl From<&LayerInput<'_>> for Choices {
@@ -92,14 +107,22 @@ impl Products {
             kernels.packing, self.epilogue.of(layer));
     }
 
-    /// Adds the products of that `h` with `down` to `out`.
-    pub(super) fn few_down(&self, stream: &CudaStream, table: Address<u64>, choices: Choices, out: Address<f32>) {
+    /// The products of that `h` with `down`, into `out`.
+    pub(super) fn few_down(
+        &self,
+        stream: &CudaStream,
+        table: Address<u64>,
+        choices: Choices,
+        out: Address<f32>,
+        Sink { over, sum }: Sink,
+    ) {
         let Choices { layer, tokens, top_k, ids, weights } = choices;
         let (hidden, intermediate) = (self.layout.gate.k, self.layout.down.k);
         let kernels = &self.kernels[layer];
         launch!(self.cuda, stream, kernels.down.few, [hidden.div_ceil(TILE_ROWS), tokens.div_ceil(VECTORS), 1];
             ids, weights, table, self.h.address(), out, tokens as i32, hidden as i32, intermediate as i32,
-            kernels.down_at, self.experts as i32, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
+            kernels.down_at, self.experts as i32, top_k as i32, kernels.down.packing, self.epilogue.of(layer),
+            i32::from(over), sum);
     }
 
     /// `y` of all pairs of `x` [tokens, hidden] whose expert is in `table`, counted in `used` unless that is null.
@@ -131,12 +154,20 @@ impl Products {
             intermediate as i32, kernels.down_at, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
     }
 
-    /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`.
-    pub(super) fn combine(&self, stream: &CudaStream, table: Address<u64>, choices: Choices, out: Address<f32>) {
+    /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`, or puts it `over` what was there.
+    pub(super) fn combine(
+        &self,
+        stream: &CudaStream,
+        table: Address<u64>,
+        choices: Choices,
+        out: Address<f32>,
+        over: bool,
+    ) {
         let Choices { tokens, top_k, ids, weights, .. } = choices;
         let hidden = self.layout.gate.k;
         launch!(self.cuda, stream, kernels::experts_combine, [tokens, hidden.div_ceil(COMBINED), 1];
-            ids, weights, table, self.y.address(), out, hidden as i32, self.experts as i32, top_k as i32);
+            ids, weights, table, self.y.address(), out, hidden as i32, self.experts as i32, top_k as i32,
+            i32::from(over));
     }
 }
 

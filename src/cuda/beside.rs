@@ -1,0 +1,150 @@
+//! Sums of many numbers over several devices beside what else these compute: copy engines bring what the others have,
+//! and take the sums there, so multiprocessors only add.
+//!
+//! ```text
+//! compute   ... a part's product, mark `begun` ...... another part's kernels ...... wait for `ended` of all ...
+//! beside        wait for `begun` of all, copy this rank's part of the others' x, add, copy the sums to them, `ended`
+//! ```
+//!
+//! A device waits for a mark of another only when that one's thread has set it: threads tell each other.
+
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::kernels::all_reduce::ADDED;
+use super::kernels::{self, launch};
+use super::{Address, Cuda, CudaEvent, CudaStream};
+use crate::Result;
+
+/// Sums that may be under way.
+const SLOTS: usize = 8;
+
+/// What a rank shows the others.
+struct Shown {
+    begun: [CudaEvent; SLOTS],
+    ended: [CudaEvent; SLOTS],
+    x: [AtomicU64; SLOTS],
+    has_begun: AtomicUsize, // sums since the start
+    has_ended: AtomicUsize,
+}
+
+/// A rank's sums beside.
+pub(super) struct Beside {
+    stream: CudaStream,
+    number: usize,
+    all: Arc<[Shown]>,
+    sums: Mutex<Sums>,
+}
+
+/// Those since the start.
+#[derive(Default)]
+struct Sums {
+    count: usize,
+    under_way: VecDeque<(u64, usize)>, // x, and which sum it is
+}
+
+impl Beside {
+    /// Of these devices, in their order.
+    pub(super) fn of_devices(devices: &[Arc<Cuda>]) -> Result<Vec<Self>> {
+        let shown = |cuda: &Arc<Cuda>| {
+            cuda.enter_thread()?;
+            let events = || -> Result<[CudaEvent; SLOTS]> {
+                let events = (0..SLOTS).map(|_| CudaEvent::new(cuda)).collect::<Result<Vec<_>>>()?;
+                Ok(events.try_into().unwrap_or_else(|_| unreachable!("as many as there are slots")))
+            };
+            Ok(Shown {
+                begun: events()?,
+                ended: events()?,
+                x: Default::default(),
+                has_begun: AtomicUsize::new(0),
+                has_ended: AtomicUsize::new(0),
+            })
+        };
+        let all: Arc<[Shown]> = devices.iter().map(shown).collect::<Result<_>>()?;
+        let of_device = |(number, cuda): (usize, &Arc<Cuda>)| {
+            cuda.enter_thread()?;
+            let stream = CudaStream::branch()?;
+            Ok(Self { stream, number, all: all.clone(), sums: Mutex::default() })
+        };
+        devices.iter().enumerate().map(of_device).collect()
+    }
+
+    /// Enqueues `x = x_0 + x_1 + ...` of `numbers` numbers, a multiple of 4, which [`wait`](Beside::wait) lets the
+    /// compute stream see. `terms` has room for this rank's part of what the others have. `failed`: whether a rank has.
+    pub(super) fn sum(
+        &self,
+        cuda: &Cuda,
+        (x, numbers): (Address<f32>, usize),
+        terms: Address<f32>,
+        failed: &dyn Fn() -> bool,
+    ) {
+        let Self { stream, number, all, sums } = self;
+        let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some((_, oldest)) = sums.under_way.front().copied().filter(|(_, sum)| sums.count - sum == SLOTS) {
+            sums.under_way.pop_front();
+            self.wait_for(cuda, oldest, failed);
+        }
+        let (sum, own) = (sums.count, &all[*number]);
+        let slot = sum % SLOTS;
+        sums.count += 1;
+        cuda.record(&own.begun[slot], &cuda.compute);
+        own.x[slot].store(x.to_u64(), Relaxed);
+        own.has_begun.store(sum + 1, Release);
+        if !self.all_have(|shown| &shown.has_begun, sum, failed) {
+            return;
+        }
+        all.iter().for_each(|shown| cuda.wait(stream, &shown.begun[slot]));
+        let words = numbers / 4;
+        let most = words.div_ceil(all.len());
+        let first = words.min(number * most);
+        let own_words = most.min(words - first);
+        let others = || all.iter().enumerate().filter(|(rank, _)| rank != number).map(|(_, shown)| shown).enumerate();
+        let place = |x: Address<f32>| x.add(4 * first);
+        let of = |shown: &Shown| place(Address::of_another(shown.x[slot].load(Relaxed)));
+        for (i, shown) in others() {
+            cuda.copy_within(stream, terms.add(4 * i * most), of(shown), 16 * own_words);
+        }
+        launch!(cuda, stream, kernels::add_terms, [own_words.div_ceil(ADDED), 1, 1];
+            place(x), terms, most as i32, own_words as i32, *number as i32, all.len() as i32);
+        for (_, shown) in others() {
+            cuda.copy_within(stream, of(shown), place(x), 16 * own_words);
+        }
+        cuda.record(&own.ended[slot], stream);
+        own.has_ended.store(sum + 1, Release);
+        sums.under_way.push_back((x.to_u64(), sum));
+    }
+
+    /// Lets the compute stream wait for the sum of `x`, if one is under way.
+    pub(super) fn wait(&self, cuda: &Cuda, x: u64, failed: &dyn Fn() -> bool) {
+        let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
+        let Sums { under_way, .. } = &mut *sums;
+        let at = under_way.iter().position(|(of, _)| *of == x);
+        if let Some((_, sum)) = at.and_then(|at| under_way.remove(at)) {
+            self.wait_for(cuda, sum, failed);
+        }
+    }
+
+    fn wait_for(&self, cuda: &Cuda, sum: usize, failed: &dyn Fn() -> bool) {
+        if self.all_have(|shown| &shown.has_ended, sum, failed) {
+            self.all.iter().for_each(|shown| cuda.wait(&cuda.compute, &shown.ended[sum % SLOTS]));
+        }
+    }
+
+    /// Waits until all ranks' threads have come to `sum`; false: one has failed.
+    fn all_have(&self, count: impl Fn(&Shown) -> &AtomicUsize, sum: usize, failed: &dyn Fn() -> bool) -> bool {
+        while self.all.iter().any(|shown| count(shown).load(Acquire) <= sum) {
+            if failed() {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+        true
+    }
+}
+
+/// Numbers of the others that a rank brings for a sum of `numbers` over so many.
+pub(crate) fn terms(numbers: usize, ranks: usize) -> usize {
+    4 * (numbers / 4).div_ceil(ranks) * (ranks - 1)
+}
