@@ -38,7 +38,6 @@ use cudarc::driver::sys::{self, CUresult};
 
 use crate::{Error, Result};
 
-pub(crate) use beside::terms;
 pub use graph::Graph;
 pub use kernels::Kernels;
 pub(crate) use kernels::launch;
@@ -106,7 +105,7 @@ pub struct Cuda {
     recording: AtomicBool,
     rehearsing: AtomicBool,
     independent: AtomicBool,
-    marks: Mutex<Option<Vec<(&'static str, CudaEvent)>>>,
+    marks: Mutex<Option<profile::Marks>>,
     /// Nothing is done, only counted: there need be no device.
     planned: bool,
     failed: Mutex<Option<String>>,
@@ -286,7 +285,7 @@ impl Cuda {
             recording: AtomicBool::new(false),
             rehearsing: AtomicBool::new(false),
             independent: AtomicBool::new(false),
-            marks: Mutex::new(None),
+            marks: Mutex::default(),
             planned: false,
             failed: Mutex::new(None),
         }))
@@ -315,7 +314,7 @@ impl Cuda {
             recording: AtomicBool::new(false),
             rehearsing: AtomicBool::new(false),
             independent: AtomicBool::new(false),
-            marks: Mutex::new(None),
+            marks: Mutex::default(),
             planned: true,
             failed: Mutex::new(None),
         })

@@ -53,7 +53,8 @@ pub trait ExpertExecutor<B: Backend>: Send {
     fn finish(&mut self, out: &mut B::Tensor) -> Result<()>;
 
     /// The same on one of several ranks: its part is added to `out`, or stands `over` it. Returns whether `out` is the
-    /// sum over all ranks now.
+    /// sum over all ranks now; it may be under way, as [`Rank::linear_of_rank`](crate::backend::Rank::linear_of_rank)
+    /// says.
     fn finish_of_rank(&mut self, backend: &B, out: &mut B::Tensor, over: bool) -> Result<bool> {
         if over {
             backend.clear(out);

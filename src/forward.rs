@@ -94,7 +94,7 @@ impl<B: Backend> Model<B> {
         if let Some(experts) = experts {
             experts.between_passes()?;
         }
-        let (parts, terms) = parts.cut(backend, batch);
+        let parts = parts.cut(backend, batch);
         steering.prepare(backend, tap.as_deref())?;
         let rows = parts.iter_mut().map(|part| (part.rows.clone(), &mut part.ngrams[..]));
         weights.tables.look_up(backend, batch, rows)?;
@@ -126,29 +126,14 @@ impl<B: Backend> Model<B> {
                     experts: experts.as_deref_mut().zip(moe),
                     choices: choices.as_ref(),
                     ngrams,
-                    terms,
                     buffers,
                 };
-                let mut leave = |layer: &Layer<'_, B>, part: &mut Part<B>| {
-                    let Some(tap) = &mut tap else { return Ok(()) };
-                    backend.wait_for_sum(&part.x);
-                    steering.add(backend, i, part);
-                    tap.take(backend, i, part, layer.routing())
-                };
-                if layer.config.residual == Residual::Parallel {
-                    for part in &mut *parts {
-                        layer.attend(part)?;
-                        layer.feed_forward(part)?; // reads the same norm
-                        leave(&layer, part)?;
-                    }
-                } else {
-                    // One after the other, so that ranks may sum what one got while they compute the next.
-                    for part in &mut *parts {
-                        layer.attend(part)?;
-                    }
-                    for part in &mut *parts {
-                        layer.feed_forward(part)?;
-                        leave(&layer, part)?;
+                for part in &mut *parts {
+                    layer.run(part)?;
+                    if let Some(tap) = &mut tap {
+                        backend.wait_for_sum(&part.x);
+                        steering.add(backend, i, part);
+                        tap.take(backend, i, part, layer.routing())?;
                     }
                 }
             }
@@ -185,23 +170,24 @@ struct Layer<'a, B: Backend> {
     experts: Option<(&'a mut (dyn ExpertExecutor<B> + 'static), usize)>, // and its number among the MoE layers
     choices: Option<&'a Choices<B>>,                                     // of the pass
     ngrams: Option<usize>,                                               // its rows of the parts
-    terms: Option<&'a B::Tensor>, // of other ranks, where a pass has several parts
     buffers: &'a mut Buffers<B>,
 }
 
 const CONNECTED: &str = "connected streams have buffers, and norms of both parts";
 
 impl<B: Backend> Layer<'_, B> {
-    /// `x += attention(norm(x))`, or as [`Residual`](crate::model::Residual) says.
-    fn attend(&mut self, part: &mut Part<B>) -> Result<()> {
-        let Self { backend, norm, norm_eps, config, weights, rope, cache, ngrams, terms, buffers, .. } = self;
+    /// `x += attention(norm(x)); x += ffn(norm(x))`, or as [`Residual`](crate::model::Residual) says.
+    fn run(&mut self, part: &mut Part<B>) -> Result<()> {
+        let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, choices, ngrams, buffers, .. } =
+            self;
         let (backend, eps, lent) = (*backend, *norm_eps, self.lent);
         buffers.set_rows(backend, part.rows.len());
-        backend.wait_for_sum(&part.x);
-        let Buffers { h, attention: of_attention, result, mixing, connecting, ngrams: of_ngrams, .. } = &mut **buffers;
+        let Buffers { h, attention: of_attention, ffn: of_ffn, result, mixing, connecting, ngrams: of_ngrams } =
+            &mut **buffers;
         let Part { batch, x, angles, chosen, shares, ngrams: rows, .. } = part;
 
         if let (Some(config), Some(weights), Some(i)) = (&config.ngrams, &weights.ngrams, ngrams) {
+            backend.wait_for_sum(x);
             let of_layer = ngrams::Layer { config, weights, state: cache.ngrams(), rows: &rows[*i] };
             let buffers = of_ngrams.as_mut().expect("n-grams have buffers");
             let buffers = (buffers, mixing.as_mut(), eps);
@@ -210,6 +196,9 @@ impl<B: Backend> Layer<'_, B> {
 
         let rotary = rope.zip(config.attention.rope());
         let rotary = rotary.map(|(i, rope)| Rotary { angles: &angles[i], interleaved: rope.interleaved });
+        if *norm == Norm::Layer || !matches!(weights.entries, Entries::Norms(_)) {
+            backend.wait_for_sum(x); // what reads it is no RMS norm
+        }
         let step = Step { backend, batch, rotary, norm_eps: eps };
         let of_layer = attention::Layer {
             config: &config.attention,
@@ -218,7 +207,7 @@ impl<B: Backend> Layer<'_, B> {
             lent,
             chosen,
         };
-        let mut stream = Stream::of_term(&mut *x, weights.attention_term).beside(*terms);
+        let mut stream = Stream::of_term(&mut *x, weights.attention_term);
         match (&weights.entries, &mut *mixing, &mut *result) {
             (Entries::Mixers([mixer, _]), Some(mixing), Some(result)) => {
                 mixing.mix(backend, mixer, eps, stream.x, h);
@@ -243,17 +232,8 @@ impl<B: Backend> Layer<'_, B> {
                 }
             }
         }
-        attention(&step, of_layer, of_attention, h, &mut stream)
-    }
+        attention(&step, of_layer, of_attention, h, &mut stream)?;
 
-    /// `x += ffn(norm(x))`, likewise.
-    fn feed_forward(&mut self, part: &mut Part<B>) -> Result<()> {
-        let Self { backend, norm, norm_eps, config, weights, experts, choices, terms, buffers, .. } = self;
-        let (backend, eps) = (*backend, *norm_eps);
-        buffers.set_rows(backend, part.rows.len());
-        backend.wait_for_sum(&part.x);
-        let Buffers { h, ffn: of_ffn, result, mixing, connecting, .. } = &mut **buffers;
-        let Part { batch, x, shares, .. } = part;
         let of_experts = choices.zip(experts.as_ref()).map(|(choices, (_, number))| (choices, *number));
         let of_layer = ffn::Layer {
             config: &config.ffn,
@@ -266,7 +246,10 @@ impl<B: Backend> Layer<'_, B> {
             }),
             experts: experts.as_mut().map(|(experts, number)| (&mut **experts, *number)),
         };
-        let mut stream = Stream::plain(x).beside(*terms);
+        if *norm == Norm::Layer || !matches!(weights.entries, Entries::Norms(_)) {
+            backend.wait_for_sum(x);
+        }
+        let mut stream = Stream::plain(x);
         match (&weights.entries, mixing, result) {
             (Entries::Mixers([_, mixer]), Some(mixing), Some(result)) => {
                 mixing.mix(backend, mixer, eps, stream.x, h);
@@ -320,7 +303,7 @@ fn next_router<'a, B: Backend>(
 impl<B: Backend> Model<B> {
     /// Allocates the buffers.
     pub fn new(
-        backend: B,
+        mut backend: B,
         config: ModelConfig,
         weights: Weights<B>,
         experts: Option<Box<dyn ExpertExecutor<B>>>,
@@ -328,6 +311,7 @@ impl<B: Backend> Model<B> {
         limits: Limits,
     ) -> Result<Self> {
         let config = config.share(backend.share())?;
+        backend.room_for_sums(limits.chunk_tokens, config.streams().width())?;
         Ok(Self {
             ropes: Ropes::new(&backend, &config)?,
             parts: Parts::new(&backend, &config, limits)?,

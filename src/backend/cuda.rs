@@ -39,6 +39,7 @@ mod select;
 mod streams;
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::Result;
@@ -78,8 +79,9 @@ pub struct CudaBackend {
     attention: attend::Workspace,
     graphs: record::Graphs,
     gather_rows: DeviceBuffer<u32>,
-    staged_rows: RefCell<Vec<u32>>, // what goes there
-    rank: Option<Rank>,             // `None`: it is alone
+    staged_rows: RefCell<Vec<u32>>,               // what goes there
+    rank: Option<Rank>,                           // `None`: it is alone
+    under_way: RefCell<Vec<(u64, Range<usize>)>>, // rows of tensors, by their addresses, that ranks sum
 }
 
 impl CudaBackend {
@@ -93,6 +95,7 @@ impl CudaBackend {
             gather_rows: DeviceBuffer::new(&cuda, 1 << 16)?,
             staged_rows: RefCell::default(),
             rank: None,
+            under_way: RefCell::default(),
             cuda,
             limits,
         };

@@ -15,22 +15,17 @@ pub trait Rank: Dense {
     /// the same sums in the same order.
     fn all_reduce(&self, _x: &mut Self::Tensor) {}
 
-    /// The same, beside ops that do not read `x` until [`wait_for_sum`](Rank::wait_for_sum). `terms` is
-    /// [room](Rank::room_for_terms) for it.
-    fn all_reduce_beside(&self, x: &mut Self::Tensor, terms: &Self::Tensor) {
-        let _ = terms;
-        self.all_reduce(x);
+    /// Takes room for sums of up to `rows` rows of `cols` numbers that are under way beside other ops. Errors:
+    /// `Error::Resources`.
+    fn room_for_sums(&mut self, _rows: usize, _cols: usize) -> Result<()> {
+        Ok(())
     }
 
-    /// Lets the ops that follow see the sum of `x`, if one is under way.
+    /// Lets all ops that follow see the sum of `x`, if one is under way. RMS norms do without.
     fn wait_for_sum(&self, _x: &Self::Tensor) {}
 
-    /// Room for sums beside other ops of up to `rows` rows of `cols` numbers; `None`: there is nothing to sum.
-    fn room_for_terms(&self, _rows: usize, _cols: usize) -> Result<Option<Self::Tensor>> {
-        Ok(None)
-    }
-
-    /// `x += W h + b`, f32, or `x = W h + b`, `over` what was there. Returns whether `x` is the sum over all ranks now.
+    /// `x += W h + b`, f32, or `x = W h + b`, `over` what was there. Returns whether `x` is the sum over all ranks now;
+    /// it may be under way, until [`wait_for_sum`](Rank::wait_for_sum).
     fn linear_of_rank(&self, w: &Self::Linear, h: &Self::Tensor, x: &mut Self::Tensor, over: bool) -> bool {
         match over {
             false => self.linear_add(w, h, x),

@@ -104,9 +104,11 @@ pub trait Record: Load {
     fn rates(&self) -> Result<Option<Rates>> {
         Ok(None)
     }
-    /// Starts or stops to time every op. Recorded passes are dropped.
-    fn profiling(&self, on: bool) {
+    /// Starts or stops to time every op, while none is under way on any rank. Recorded passes are dropped. Errors:
+    /// `Error::Device`.
+    fn profiling(&self, on: bool) -> Result<()> {
         let _ = on;
+        Ok(())
     }
     /// Times of ops since the last call.
     fn take_profile(&self) -> Result<Vec<OpTime>> {

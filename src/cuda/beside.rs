@@ -145,6 +145,6 @@ impl Beside {
 }
 
 /// Numbers of the others that a rank brings for a sum of `numbers` over so many.
-pub(crate) fn terms(numbers: usize, ranks: usize) -> usize {
+pub(super) fn terms(numbers: usize, ranks: usize) -> usize {
     4 * (numbers / 4).div_ceil(ranks) * (ranks - 1)
 }

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 use std::fs::File;
 use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::path::{Path, PathBuf};
 use std::ptr;
@@ -67,6 +67,7 @@ pub struct DeviceBuffer<T> {
     cuda: Arc<Cuda>,
     address: Address<T>,
     len: usize,
+    lent: bool, // another one's
 }
 
 // SAFETY: plain numbers at an address.
@@ -78,7 +79,7 @@ impl<T: Pod> DeviceBuffer<T> {
         let bytes = (len * size_of::<T>()).max(16);
         if cuda.is_plan() {
             cuda.allocated.fetch_add(bytes as u64, Relaxed);
-            return Ok(Self { cuda: cuda.clone(), address: Address::NULL, len });
+            return Ok(Self { cuda: cuda.clone(), address: Address::NULL, len, lent: false });
         }
         let mut address = 0;
         // SAFETY: writes one number.
@@ -94,7 +95,7 @@ impl<T: Pod> DeviceBuffer<T> {
         }
         succeed("taking device memory", result)?;
         cuda.allocated.fetch_add(bytes as u64, Relaxed);
-        Ok(Self { cuda: cuda.clone(), address: Address(address, PhantomData), len })
+        Ok(Self { cuda: cuda.clone(), address: Address(address, PhantomData), len, lent: false })
     }
 
     /// Zeros.
@@ -117,6 +118,12 @@ impl<T: Pod> DeviceBuffer<T> {
         }
         cuda.check()?;
         Ok(buffer)
+    }
+
+    /// Some of its numbers, lent: as a buffer that must not outlive it.
+    pub(crate) fn lend(&self, numbers: Range<usize>) -> Self {
+        assert!(numbers.end <= self.len);
+        Self { cuda: self.cuda.clone(), address: self.address.add(numbers.start), len: numbers.len(), lent: true }
     }
 
     /// Where it is.
@@ -155,6 +162,9 @@ impl<T: Pod> DeviceBuffer<T> {
 
 impl<T> Drop for DeviceBuffer<T> {
     fn drop(&mut self) {
+        if self.lent {
+            return;
+        }
         let bytes = (self.len * size_of::<T>()).max(16);
         self.cuda.allocated.fetch_sub(bytes as u64, Relaxed);
         if !self.cuda.is_plan() {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUresult};
 
-use super::beside::Beside;
+use super::beside::{self, Beside};
 use super::kernels::RankSum;
 pub(crate) use super::kernels::all_reduce::MAX_RANKS;
 use super::kernels::all_reduce::{FEW_NUMBERS, INBOX_BYTES, MANY_BLOCKS, MANY_THREADS, REDUCE_THREADS, STAMPS};
@@ -26,8 +26,9 @@ pub struct Rank {
     of_kernels: RankSum,
     _inbox: DeviceBuffer<u8>,
     _stamps: DeviceBuffer<u32>,
-    beside: Option<Beside>,       // `None`: a plan
-    stop: Arc<PinnedBuffer<u32>>, // one number: a rank has failed
+    beside: Option<Beside>,           // `None`: a plan
+    terms: Option<DeviceBuffer<f32>>, // of the others
+    stop: Arc<PinnedBuffer<u32>>,     // one number: a rank has failed
 }
 
 /// What a kernel is told that sums with nobody.
@@ -79,7 +80,15 @@ impl Rank {
                 rank: number as i32,
                 ranks: devices.len() as i32,
             };
-            Ok(Self { cuda: cuda.clone(), of_kernels, _inbox: inbox, _stamps: stamps, beside: Some(beside), stop })
+            Ok(Self {
+                cuda: cuda.clone(),
+                of_kernels,
+                _inbox: inbox,
+                _stamps: stamps,
+                beside: Some(beside),
+                terms: None,
+                stop,
+            })
         };
         let ranks = devices.iter().enumerate().zip(inboxes).zip(beside).map(rank).collect::<Result<Vec<_>>>()?;
         test(&ranks)?;
@@ -95,6 +104,7 @@ impl Rank {
             _inbox: DeviceBuffer::new(cuda, INBOX_BYTES)?,
             _stamps: DeviceBuffer::new(cuda, STAMPS)?,
             beside: None,
+            terms: None,
             stop: Arc::new(PinnedBuffer::new(cuda, 1)?),
         })
     }
@@ -126,11 +136,22 @@ impl Rank {
             self.of_kernels, x, numbers as i32);
     }
 
+    /// Takes room for sums beside other ops of up to `numbers` numbers. Errors: `Error::Resources`.
+    pub fn room_for_sums(&mut self, numbers: usize) -> Result<()> {
+        self.terms = Some(DeviceBuffer::new(&self.cuda, beside::terms(numbers, self.of()))?);
+        Ok(())
+    }
+
+    /// Whether there is such room.
+    pub(crate) fn has_room_for_sums(&self) -> bool {
+        self.terms.is_some()
+    }
+
     /// Enqueues the same of many numbers beside what follows, which [`wait_for_sum`](Rank::wait_for_sum) lets see it.
-    /// `terms` has room for [so many](super::terms) numbers.
-    pub fn all_reduce_beside(&self, x: Address<f32>, numbers: usize, terms: Address<f32>) {
-        if let Some(beside) = &self.beside {
-            beside.sum(&self.cuda, (x, numbers), terms, &|| self.has_failed());
+    pub fn all_reduce_beside(&self, x: Address<f32>, numbers: usize) {
+        if let (Some(beside), Some(terms)) = (&self.beside, &self.terms) {
+            assert!(beside::terms(numbers, self.of()) <= terms.len(), "there is room for the sum");
+            beside.sum(&self.cuda, (x, numbers), terms.address(), &|| self.has_failed());
         }
     }
 

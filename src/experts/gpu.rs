@@ -148,7 +148,8 @@ pub enum Prefill {
 /// The layer that was submitted.
 struct Submitted {
     choices: Choices,
-    cpu: bool, // has a part of it
+    cpu: bool,    // has a part of it that is added here
+    shared: bool, // it has, wherever that is added
     gpu: Option<GpuPart>,
 }
 
@@ -401,14 +402,16 @@ impl GpuExperts {
 
     /// Ends the submitted layer.
     fn end(&mut self, out: &mut Tensor, sink: Sink) -> Result<()> {
-        let Some(Submitted { choices, cpu, gpu }) = self.submitted.take() else {
+        let Some(Submitted { choices, cpu, gpu, .. }) = self.submitted.take() else {
             panic!("`finish` comes after `submit`")
         };
         let stream = &self.cuda.compute;
         match gpu {
             None => {}
             Some(GpuPart::Few { table }) => self.products.few_down(stream, table, choices, out.f32(), sink),
-            Some(GpuPart::Many { table }) => self.products.combine(stream, table, choices, out.f32(), sink.over),
+            Some(GpuPart::Many { table }) => {
+                self.products.combine(stream, table, choices, &(0..choices.tokens), out.f32(), sink.over)
+            }
         }
         let Choices { layer, tokens, top_k, .. } = choices;
         let admissions = self.admissions.as_ref().filter(|_| self.cuda.is_rehearsing());
@@ -445,12 +448,12 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         assert_eq!(self.on_holders, self.sizes.on_holders, "experts that others are to hold are held");
         assert!(tokens <= self.sizes.tokens && self.submitted.is_none());
         let streamed = self.streamed(tokens, layer);
-        let cpu = match self.cuda.is_rehearsing() {
+        let shared = match self.cuda.is_rehearsing() {
             true => self.sizes.in_ram(experts) > 0, // whatever is in VRAM now: it is recorded
             false => streamed < self.pool.residency().in_ram(layer).len(),
         };
         // It is the first rank that hands the CPU its share and adds it.
-        let cpu = cpu && self.sizes.share.rank == 0;
+        let cpu = shared && self.sizes.share.rank == 0;
         assert!(!cpu || tokens <= self.sizes.cpu_tokens, "the CPU was given more tokens than was allocated for");
         let table = match streamed {
             0 => self.residents.table(layer),
@@ -485,7 +488,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             // The shared expert reads `x`, and nothing of the above, which has waited for it.
             self.cuda.promise_independent();
         }
-        self.submitted = Some(Submitted { choices: Choices::from(&input), cpu, gpu });
+        self.submitted = Some(Submitted { choices: Choices::from(&input), cpu, shared, gpu });
         Ok(())
     }
 
@@ -495,15 +498,32 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
 
     fn finish_of_rank(&mut self, backend: &CudaBackend, out: &mut Tensor, over: bool) -> Result<bool> {
         let submitted = self.submitted.as_ref().expect("`finish` comes after `submit`");
-        let (cpu, gpu) = (submitted.cpu, submitted.gpu);
-        // What nothing else is added to is summed as it is written.
-        let last = matches!(gpu, Some(GpuPart::Few { .. })) && !cpu && self.holders.is_empty();
-        let sum = backend.sum_within_kernels(out).filter(|_| last);
-        if over && gpu.is_none() {
-            backend.clear(out);
+        let Submitted { choices, cpu, shared, gpu } = *submitted;
+        let alone = self.holders.is_empty();
+        match gpu {
+            // What nothing else is added to is summed as it is made.
+            Some(GpuPart::Few { .. }) if !cpu && alone => {
+                let sum = backend.sum_within_kernels(out);
+                self.end(out, Sink { over, sum: sum.unwrap_or(ALONE) })?;
+                Ok(sum.is_some())
+            }
+            Some(GpuPart::Many { table }) if !shared && alone => {
+                let stream = &self.cuda.compute;
+                let is_summed = backend.sum_as_it_is_made(out, |rows| {
+                    self.products.combine(stream, table, choices, rows, out.f32(), over);
+                });
+                self.submitted = Some(Submitted { choices, cpu, shared, gpu: None });
+                self.end(out, Sink::ADD)?;
+                Ok(is_summed)
+            }
+            gpu => {
+                if over && gpu.is_none() {
+                    backend.clear(out);
+                }
+                self.end(out, Sink { over, sum: ALONE })?;
+                Ok(false)
+            }
         }
-        self.end(out, Sink { over, sum: sum.unwrap_or(ALONE) })?;
-        Ok(sum.is_some())
     }
 
     fn foresees(&self) -> bool {

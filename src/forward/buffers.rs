@@ -31,16 +31,12 @@ impl Limits {
     }
 }
 
-/// Parts of a pass are multiples of so many tokens, but for the last one.
-const PART_STEP: usize = 64;
-
 /// A pass, cut into parts of at most `chunk_tokens` tokens.
 pub(super) struct Parts<B: Backend> {
     all: Vec<Part<B>>,
     used: usize, // of the last pass
     limits: Limits,
-    cut: Batch,               // a part of the batch on its way to the device
-    terms: Option<B::Tensor>, // of other ranks: where parts are several, they are summed beside each other
+    cut: Batch, // a part of the batch on its way to the device
 }
 
 /// What lasts through all layers, of one part.
@@ -86,9 +82,8 @@ impl<B: Backend> Parts<B> {
                 width,
             })
         };
-        let all = (0..limits.tokens.div_ceil(tokens)).map(part).collect::<Result<Vec<_>>>()?;
-        let terms = if all.len() > 1 { backend.room_for_terms(tokens, width)? } else { None };
-        Ok(Self { all, used: 0, limits, cut: Batch::default(), terms })
+        let all = (0..limits.tokens.div_ceil(tokens)).map(part).collect::<Result<_>>()?;
+        Ok(Self { all, used: 0, limits, cut: Batch::default() })
     }
 
     /// Tokens of a pass at most.
@@ -96,16 +91,14 @@ impl<B: Backend> Parts<B> {
         self.limits.tokens
     }
 
-    /// Brings the parts of `batch`, of about equal size, to the device. Beside them, where there are several: room for
-    /// sums over ranks.
-    pub(super) fn cut(&mut self, backend: &B, batch: &Batch) -> (&mut [Part<B>], Option<&B::Tensor>) {
-        let Self { all, used, limits: Limits { tokens, chunk_tokens, .. }, cut, terms } = self;
+    /// Brings the parts of `batch` to the device.
+    pub(super) fn cut(&mut self, backend: &B, batch: &Batch) -> &mut [Part<B>] {
+        let Self { all, used, limits: Limits { tokens, chunk_tokens, .. }, cut } = self;
         assert!(batch.len() <= *tokens, "a batch larger than was allocated for");
         *used = batch.len().div_ceil(*chunk_tokens);
         let parts = &mut all[..*used];
-        let most = batch.len().div_ceil(parts.len().max(1)).next_multiple_of(PART_STEP).min(*chunk_tokens);
         for (i, part) in parts.iter_mut().enumerate() {
-            part.rows = i * most..batch.len().min((i + 1) * most);
+            part.rows = i * *chunk_tokens..batch.len().min((i + 1) * *chunk_tokens);
             if *used == 1 {
                 backend.set_batch(&mut part.batch, batch);
             } else {
@@ -117,8 +110,7 @@ impl<B: Backend> Parts<B> {
                 backend.set_rows(t, part.rows.len());
             }
         }
-        let several = parts.len() > 1;
-        (parts, terms.as_ref().filter(|_| several))
+        parts
     }
 
     /// Copies rows of a tensor that the parts of the last batch have, `out[i] = of[rows[i]]`.

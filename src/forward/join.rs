@@ -33,8 +33,6 @@ pub(crate) struct Stream<'a, B: Backend> {
     pub(super) after: Option<After<'a, B>>,
     /// Which of its results comes next.
     pub(super) term: Term,
-    /// Room for the sum over ranks, where that may be under way while other tokens are computed.
-    pub(super) beside: Option<&'a B::Tensor>,
 }
 
 /// Which of a part's results it is: ranks sum once for all of them.
@@ -77,17 +75,12 @@ impl<B: Backend> Through<'_, B> {
 impl<'a, B: Backend> Stream<'a, B> {
     /// One that a result is added to as it is.
     pub(super) fn plain(x: &'a mut B::Tensor) -> Self {
-        Self { x, norm: None, after: None, term: Term::Only, beside: None }
+        Self { x, norm: None, after: None, term: Term::Only }
     }
 
     /// The same, for one of a part's results.
     pub(super) fn of_term(x: &'a mut B::Tensor, term: Term) -> Self {
         Self { term, ..Self::plain(x) }
-    }
-
-    /// Sums over ranks may be under way behind it, until [`Rank::wait_for_sum`](crate::backend::Rank::wait_for_sum).
-    pub(super) fn beside(self, terms: Option<&'a B::Tensor>) -> Self {
-        Self { beside: terms, ..self }
     }
 
     /// Products of what the part reads. `h` has room for it, and a device may leave it unwritten.
@@ -130,19 +123,14 @@ impl<'a, B: Backend> Stream<'a, B> {
 
 /// Adds a part's result to the residual stream.
 pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, stream: &mut Stream<'_, B>) -> Result<()> {
-    let Stream { x, after, term, beside, .. } = stream;
+    let Stream { x, after, term, .. } = stream;
     // Other ranks' terms stand in the place of what they add to, which the first rank has.
     let is_over = backend.share().rank > 0 && matches!(term, Term::Only | Term::First);
+    backend.wait_for_sum(x);
     let sums = matches!(term, Term::Only | Term::Last);
-    let sum = |x: &mut B::Tensor, is_summed: bool| match *beside {
-        _ if is_summed => {}
-        Some(terms) => backend.all_reduce_beside(x, terms),
-        None => backend.all_reduce(x),
-    };
-    // What goes through something is whole before it does.
-    let sum_now = |result: &mut B::Tensor, is_summed: bool| {
+    let sum = |x: &mut B::Tensor, is_summed: bool| {
         if !is_summed {
-            backend.all_reduce(result);
+            backend.all_reduce(x);
         }
     };
     match (partial, after) {
@@ -157,12 +145,16 @@ pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, stream: &mu
                 Term::Whole => backend.linear(w, h, result),
                 _ => {
                     let is_summed = backend.linear_of_rank(w, h, result, true);
-                    sum_now(result, is_summed);
+                    sum(result, is_summed);
                 }
             }
+            backend.wait_for_sum(result);
             through.add(backend, result, x);
         }
-        (Partial::Sum(sum), Some(After { through, .. })) => through.add(backend, sum, x),
+        (Partial::Sum(sum), Some(After { through, .. })) => {
+            backend.wait_for_sum(sum);
+            through.add(backend, sum, x);
+        }
         (Partial::Sum(_), None) => panic!("a sum passes a norm"),
         (Partial::Experts(experts), None) if sums => {
             let is_summed = experts.finish_of_rank(backend, x, is_over)?;
@@ -176,7 +168,8 @@ pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, stream: &mu
         }
         (Partial::Experts(experts), Some(After { through, result })) => {
             let is_summed = experts.finish_of_rank(backend, result, true)?;
-            sum_now(result, is_summed);
+            sum(result, is_summed);
+            backend.wait_for_sum(result);
             through.add(backend, result, x);
         }
         (Partial::Ngrams(u), _) => backend.add_ngrams(u, x),

@@ -71,7 +71,16 @@ impl<B: Backend> Measure for Model<B> {
     }
 
     fn profile(&mut self, batch: &Batch) -> Result<Vec<OpTime>> {
-        self.backend.profiling(true);
+        self.backend.profiling(true)?;
+        let times = self.profiled(batch);
+        self.backend.profiling(false)?;
+        times
+    }
+}
+
+impl<B: Backend> Model<B> {
+    /// Times of a pass's ops and of its last row's logits, while the backend times them.
+    pub(super) fn profiled(&mut self, batch: &Batch) -> Result<Vec<OpTime>> {
         let mut pass = || {
             self.forward(batch, None)?;
             let Self { backend, weights, parts, head, .. } = self;
@@ -80,8 +89,6 @@ impl<B: Backend> Measure for Model<B> {
             self.backend.take_profile()
         };
         // The first pass loads whatever it needs, the second may be recorded.
-        let times = pass().and_then(|_| pass());
-        self.backend.profiling(false);
-        times
+        pass().and_then(|_| pass())
     }
 }

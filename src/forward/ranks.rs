@@ -98,6 +98,14 @@ impl<B: Backend> Ranks<B> {
         })
     }
 
+    /// Starts or stops to time ops on all ranks, none of which is in a pass then.
+    fn profiling(&mut self, on: bool) -> Result<()> {
+        self.settle(0)?;
+        self.first.backend.profiling(on)?;
+        self.ask(move |model| model.backend.profiling(on))?;
+        self.settle(0)
+    }
+
     /// Lets the others go on where the first has failed.
     fn checked<T>(&mut self, done: Result<T>) -> Result<T> {
         if let Err(error) = &done {
@@ -264,10 +272,11 @@ impl<B: Backend> Measure for Ranks<B> {
 
     fn profile(&mut self, batch: &Batch) -> Result<Vec<OpTime>> {
         let copy = Arc::new(batch.clone());
-        self.ask(move |model| model.profile(&copy).map(drop))?;
-        let times = self.first.profile(batch);
+        self.profiling(true)?;
+        self.ask(move |model| model.profiled(&copy).map(drop))?;
+        let times = self.first.profiled(batch);
         let times = self.checked(times)?;
-        self.settle(0)?;
+        self.profiling(false)?;
         Ok(times)
     }
 }

@@ -15,8 +15,9 @@ impl Record for Cpu {
         pass().map(|()| false)
     }
 
-    fn profiling(&self, on: bool) {
+    fn profiling(&self, on: bool) -> Result<()> {
         self.team.timing(on);
+        Ok(())
     }
 
     fn take_profile(&self) -> Result<Vec<OpTime>> {

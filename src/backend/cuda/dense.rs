@@ -98,7 +98,7 @@ pub(super) fn product(x: &Tensor, from: Address<bf16>, w: &Linear, out: &mut Ten
 
 impl CudaBackend {
     /// The products of some weights and one `x`.
-    fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
+    pub(super) fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
         let packed = jobs.iter().any(|(w, _)| !w.is_bf16());
         let products = jobs.map(|(w, out)| {
             let p = product(x, x.bf16(), w, out, write);
@@ -131,10 +131,11 @@ impl Dense for CudaBackend {
         assert_eq!((x.rows, x.cols, w.len()), (out.rows, out.cols, x.cols));
         let (stream, cols) = (&self.cuda.compute, x.cols as i32);
         match &x.data {
-            Data::F32(x) => {
+            Data::F32(_) => self.as_it_comes(x, |rows| {
+                let (x, out) = (x.run(rows), out.run(rows));
                 launch!(self.cuda, stream, kernels::rms_norm_f32, [out.rows, 1, 1];
-                    x.address(), w.address(), eps, out.bf16(), cols);
-            }
+                    x.f32(), w.address(), eps, out.bf16(), cols);
+            }),
             Data::Bf16(x) => {
                 launch!(self.cuda, stream, kernels::rms_norm_bf16, [out.rows, 1, 1];
                     x.address(), w.address(), eps, out.bf16(), cols);
@@ -313,8 +314,12 @@ impl Dense for CudaBackend {
             let products = jobs.map(|(w, out)| product(x, x.f32().cast(), w, out, Write::Set));
             return products.chunks(JOBS).for_each(|some| self.gemv(some, Form::Norm(norm.address(), eps)));
         }
-        self.rms_norm(x, norm, eps, h);
-        self.linears(h, jobs);
+        self.as_it_comes(x, |rows| {
+            let (x, mut h) = (x.run(rows), h.run(rows));
+            self.rms_norm(&x, norm, eps, &mut h);
+            let mut runs = jobs.each_ref().map(|(w, out)| (*w, out.run(rows)));
+            self.linears(&h, runs.each_mut().map(|(w, out)| (*w, out)));
+        });
     }
 
     fn gated_linears(

@@ -50,6 +50,17 @@ impl Tensor {
         }
     }
 
+    /// Some of its rows, lent: as a tensor that must not outlive it.
+    pub(super) fn run(&self, rows: &Range<usize>) -> Tensor {
+        assert!(rows.end <= self.rows);
+        let numbers = rows.start * self.cols..rows.end * self.cols;
+        let data = match &self.data {
+            Data::F32(buffer) => Data::F32(buffer.lend(numbers)),
+            Data::Bf16(buffer) => Data::Bf16(buffer.lend(numbers)),
+        };
+        Tensor { data, rows: rows.len(), cols: self.cols }
+    }
+
     fn max_rows(&self) -> usize {
         let len = match &self.data {
             Data::F32(buffer) => buffer.len(),

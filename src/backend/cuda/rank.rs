@@ -1,13 +1,14 @@
 //! Sums over several devices.
 
+use std::ops::Range;
+
 use super::dense::{Write, product};
 use super::load::Linear;
 use super::product::{FEW_TOKENS, Form};
 use super::{CudaBackend, Tensor};
 use crate::Result;
-use crate::backend::{Dense, Memory, Rank};
+use crate::backend::Rank;
 use crate::cuda::kernels::RankSum;
-use crate::cuda::terms;
 use crate::model::Share;
 
 impl CudaBackend {
@@ -15,7 +16,48 @@ impl CudaBackend {
     pub(crate) fn sum_within_kernels(&self, x: &Tensor) -> Option<RankSum> {
         self.rank.as_ref()?.within_kernels(x.rows * x.cols)
     }
+
+    /// Calls `make` with runs of rows of `x`, which ranks sum one after the other while the next are made. Returns
+    /// whether they do: few rows are made at once, and not summed.
+    pub(crate) fn sum_as_it_is_made(&self, x: &Tensor, mut make: impl FnMut(&Range<usize>)) -> bool {
+        let least = if self.cuda.info.is_emulated() { 2 } else { LEAST_RUN };
+        let rank = self.rank.as_ref().filter(|rank| x.rows >= RUNS * least && rank.has_room_for_sums());
+        let Some(rank) = rank else {
+            make(&(0..x.rows));
+            return false;
+        };
+        let most = x.rows.div_ceil(RUNS).next_multiple_of(RUN_STEP.min(least));
+        for first in (0..x.rows).step_by(most) {
+            let rows = first..x.rows.min(first + most);
+            make(&rows);
+            rank.all_reduce_beside(x.f32().add(first * x.cols), rows.len() * x.cols);
+            self.under_way.borrow_mut().push((x.f32().to_u64(), rows));
+        }
+        true
+    }
+
+    /// Calls `use_rows` with runs of rows of `x` as soon as they are whole: all rows, where no sum of them is under way.
+    pub(super) fn as_it_comes(&self, x: &Tensor, mut use_rows: impl FnMut(&Range<usize>)) {
+        let of_x = |(of, _): &mut (u64, Range<usize>)| *of == x.f32().to_u64();
+        let runs: Vec<_> = match &self.rank {
+            Some(_) => self.under_way.borrow_mut().extract_if(.., of_x).collect(),
+            None => Vec::new(),
+        };
+        if runs.is_empty() {
+            use_rows(&(0..x.rows));
+        }
+        for (rank, (_, rows)) in self.rank.iter().cycle().zip(runs) {
+            rank.wait_for_sum(x.f32().add(rows.start * x.cols));
+            use_rows(&rows);
+        }
+    }
 }
+
+/// Runs that many rows are made and summed in, and of which each is a multiple of so many rows.
+const RUNS: usize = 2;
+const RUN_STEP: usize = 64;
+/// Rows of a run for which products are as fast as for more.
+const LEAST_RUN: usize = 1024;
 
 impl Rank for CudaBackend {
     fn share(&self) -> Share {
@@ -28,31 +70,25 @@ impl Rank for CudaBackend {
         }
     }
 
-    fn all_reduce_beside(&self, x: &mut Tensor, terms: &Tensor) {
-        if let Some(rank) = &self.rank {
-            rank.all_reduce_beside(x.f32(), x.rows * x.cols, terms.f32());
+    fn room_for_sums(&mut self, rows: usize, cols: usize) -> Result<()> {
+        match &mut self.rank {
+            Some(rank) => rank.room_for_sums(rows.div_ceil(RUNS).next_multiple_of(RUN_STEP) * cols),
+            None => Ok(()),
         }
     }
 
     fn wait_for_sum(&self, x: &Tensor) {
-        if let Some(rank) = &self.rank {
-            rank.wait_for_sum(x.f32());
-        }
-    }
-
-    fn room_for_terms(&self, rows: usize, cols: usize) -> Result<Option<Tensor>> {
-        let numbers = self.rank.as_ref().map(|rank| terms(rows * cols, rank.of()));
-        numbers.map(|numbers| self.tensor_f32(numbers.div_ceil(cols), cols)).transpose()
+        self.as_it_comes(x, |_| {});
     }
 
     fn linear_of_rank(&self, w: &Linear, h: &Tensor, x: &mut Tensor, over: bool) -> bool {
-        let sum = self.sum_within_kernels(x).filter(|_| x.rows <= FEW_TOKENS && w.is_bf16());
-        match (sum, over) {
-            (Some(sum), _) => self.gemv(&[product(h, h.bf16(), w, x, Write::Add)], Form::Summed { sum, over }),
-            (None, false) => self.linear_add(w, h, x),
-            (None, true) => self.linear(w, h, x),
+        if let Some(sum) = self.sum_within_kernels(x).filter(|_| x.rows <= FEW_TOKENS && w.is_bf16()) {
+            self.gemv(&[product(h, h.bf16(), w, x, Write::Add)], Form::Summed { sum, over });
+            return true;
         }
-        sum.is_some()
+        let write = if over { Write::Set } else { Write::Add };
+        let product = |rows: &Range<usize>| self.apply(&h.run(rows), [(w, &mut x.run(rows))], write);
+        self.sum_as_it_is_made(x, product)
     }
 
     fn gather_columns(&self, own: &Tensor, first: usize, all: &mut Tensor) {

@@ -142,9 +142,9 @@ impl Record for CudaBackend {
         Ok(Some(Rates { device: cuda.info.name.clone(), memory, link, products: self.large_product(wide)?, taken }))
     }
 
-    fn profiling(&self, on: bool) {
+    fn profiling(&self, on: bool) -> Result<()> {
         self.graphs.borrow_mut().clear();
-        self.cuda.profiling(on);
+        self.cuda.profiling(on)
     }
 
     fn take_profile(&self) -> Result<Vec<OpTime>> {

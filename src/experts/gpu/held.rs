@@ -384,7 +384,7 @@ impl HeldExperts {
             products.few_down(beside, table, choices, out, Sink::ADD);
         } else {
             products.grouped(beside, table, x, choices, Address::NULL);
-            products.combine(beside, table, choices, out, false);
+            products.combine(beside, table, choices, &(0..choices.tokens), out, false);
         }
         cuda.record(&kept.multiplied, beside);
     }

@@ -224,7 +224,7 @@ impl Side {
             products.few_down(stream, table, choices, y.address(), Sink::ADD);
         } else {
             products.grouped(stream, table, x.address(), choices, Address::NULL);
-            products.combine(stream, table, choices, y.address(), false);
+            products.combine(stream, table, choices, &(0..tokens), y.address(), false);
         }
         launch!(cuda, &cuda.compute, kernels::give, [blocks(4 * numbers), 1, 1];
             y.address().cast(), mailbox.y_address.cast(), (numbers / 4) as i32, self.arrived.address(), count,

@@ -1,6 +1,7 @@
 //! Products of experts that are in VRAM, for good or in passing: as they are read, or sorted by expert and in tiles
 //! (kernels/experts_gemv.cu, experts_sort.cu, experts_gemm.cu).
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
@@ -154,20 +155,22 @@ impl Products {
             intermediate as i32, kernels.down_at, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
     }
 
-    /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`, or puts it `over` what was there.
+    /// Adds `y` of some tokens, weighted, to `out`, of the experts that are not 0 in `table`, or puts it `over` what was
+    /// there.
     pub(super) fn combine(
         &self,
         stream: &CudaStream,
         table: Address<u64>,
         choices: Choices,
+        tokens: &Range<usize>,
         out: Address<f32>,
         over: bool,
     ) {
-        let Choices { tokens, top_k, ids, weights, .. } = choices;
-        let hidden = self.layout.gate.k;
-        launch!(self.cuda, stream, kernels::experts_combine, [tokens, hidden.div_ceil(COMBINED), 1];
-            ids, weights, table, self.y.address(), out, hidden as i32, self.experts as i32, top_k as i32,
-            i32::from(over));
+        let Choices { top_k, ids, weights, .. } = choices;
+        let (hidden, first) = (self.layout.gate.k, tokens.start * top_k);
+        launch!(self.cuda, stream, kernels::experts_combine, [tokens.len(), hidden.div_ceil(COMBINED), 1];
+            ids.add(first), weights.add(first), table, self.y.address().add(first * hidden),
+            out.add(tokens.start * hidden), hidden as i32, self.experts as i32, top_k as i32, i32::from(over));
     }
 }
 

@@ -185,7 +185,14 @@ impl Prompts {
                 weights: self.weights.address(),
             };
             self.multiply(choices);
-            self.products.combine(&cuda.compute, self.here.address(), choices, out.add(first * hidden), false);
+            self.products.combine(
+                &cuda.compute,
+                self.here.address(),
+                choices,
+                &(0..tokens),
+                out.add(first * hidden),
+                false,
+            );
             cuda.record(&self.done, &cuda.compute);
         }
         cuda.check()?;

@@ -24,9 +24,6 @@ use super::refusal::refusal;
 /// Tokens that go through an op at a time: the most that pays, then less where VRAM is short.
 const CHUNKS: [usize; 6] = [8192, 4096, 2048, 1024, 512, 256];
 
-/// Tokens that products of half a pass must have to run at their speed.
-const LEAST_PART: usize = 1024;
-
 /// Tokens of a batch that the CPU may be given experts of.
 const CPU_TOKENS: usize = 512;
 
@@ -107,12 +104,6 @@ impl GpuPlan {
     /// VRAM that will be taken, driver included.
     pub fn total(&self) -> u64 {
         CONTEXT_BYTES + self.weights + self.buffers + self.kv + self.resident + self.ring
-    }
-
-    /// Whether no expert is in RAM alone.
-    fn has_all_experts(&self, spec: &Spec<'_>) -> bool {
-        let experts = spec.model.moe().map_or(0, |moe| moe.num_experts);
-        self.sizes.as_ref().is_none_or(|sizes| sizes.in_ram(experts) == 0)
     }
 
     /// RAM that will be taken beside the experts: what both sides see, and the CPU's work space.
@@ -203,15 +194,7 @@ impl Planner<'_> {
         let pass = config.max_batch_tokens.unwrap_or(CHUNKS[0]);
         let of = |chunk: usize| {
             let tokens = if config.max_batch_tokens.is_some() { pass } else { chunk };
-            let limits = Limits { tokens, chunk_tokens: chunk, logit_rows: config.max_sequences };
-            // Ranks sum what half of a pass got while they compute the other, unless experts have to cross for each.
-            if self.spec.ranks() > 1 && (chunk >= 2 * LEAST_PART || self.device.is_emulated()) {
-                let halves = self.attempt(Limits { chunk_tokens: chunk.div_ceil(2), ..limits })?;
-                if matches!(&halves, Attempt::Fits(plan) if plan.has_all_experts(&self.spec)) {
-                    return Ok(halves);
-                }
-            }
-            self.attempt(limits)
+            self.attempt(Limits { tokens, chunk_tokens: chunk, logit_rows: config.max_sequences })
         };
         let (largest, smallest) = (pass.min(CHUNKS[0]), pass.min(CHUNKS[CHUNKS.len() - 1]));
         if let fits @ Attempt::Fits(_) = of(largest)? {
