@@ -6,7 +6,8 @@
 //                     there. Ranks tell each other where x is, which says that it is there to be read, and when they
 //                     are done with it
 //   add_terms         what copy engines have brought of the others is added to a rank's part of x (src/cuda/beside.rs)
-//   place_columns     a rank's columns among zeros, so that a sum brings those of all ranks together
+//   gather_columns    the ranks' columns of a row side by side, up to FEW_NUMBERS of each: rank_sum.cuh
+//   place_columns     more: a rank's columns among zeros, so that a sum brings those of all ranks together
 //
 // x is in memory that all ranks reach. A block of all_reduce_many waits for those of its own number alone, and ends only
 // when the others are done; its stamps count its launches on this rank; all ranks launch the same ones in the same order.
@@ -28,6 +29,23 @@ KERNEL(all_reduce, REDUCE_THREADS, 0, const __grid_constant__ RankSum sum, float
     const bool has = i < numbers;
     const float all = sum_of_ranks(sum, i, has ? x[i] : 0.0f, has);
     if (has) x[i] = all;
+}
+
+// Where each rank's columns begin, and the last one's end.
+struct Columns {
+    int first[MAX_RANKS + 1];
+};
+
+// x [columns of this rank], out [all columns]; no rank has more than `most`. grid (ceil(most / REDUCE_THREADS))
+KERNEL(gather_columns, REDUCE_THREADS, 0, const __grid_constant__ RankSum s, const __grid_constant__ Columns columns,
+    const float* x, float* out, int most) {
+    begin_short_kernel();
+    const int i = blockIdx.x * REDUCE_THREADS + threadIdx.x;
+    const bool is_own = i < columns.first[s.rank + 1] - columns.first[s.rank];
+    numbers_of_ranks(s, i, is_own ? x[i] : 0.0f, i < most, [&](int rank, float number) {
+        const int at = columns.first[rank] + i;
+        if (at < columns.first[rank + 1]) out[at] = number;
+    });
 }
 
 // Numbers that a thread reads of a rank before it adds them, so that many are under way.

@@ -26,10 +26,10 @@ __device__ __forceinline__ bool stopped(const uint32_t* stop, int& spins) {
     return ++spins % STOP_SPINS == 0 && load_acquire_system(stop) != 0;
 }
 
-// The sum of all ranks' number i < FEW_NUMBERS, in the order of ranks, so that all have the same bits in every run. All
-// threads of a block call it, those without a number with `has` false.
-__device__ __forceinline__ float sum_of_ranks(const RankSum& s, int i, float own, bool has) {
-    if (s.ranks <= 1) return own;
+// Calls use(rank, number) with all ranks' number i < FEW_NUMBERS, in the order of ranks. All threads of a block call it,
+// those without a number with `has` false.
+template <class Use>
+__device__ __forceinline__ void numbers_of_ranks(const RankSum& s, int i, float own, bool has, Use use) {
     uint32_t stamp = 0;
     size_t half = 0;
     if (has) {
@@ -42,20 +42,26 @@ __device__ __forceinline__ float sum_of_ranks(const RankSum& s, int i, float own
                     static_cast<uint64_t*>(s.inbox[r]) + half + (size_t)s.rank * FEW_NUMBERS + i, word);
     }
     __syncthreads(); // a block sends everything before it waits for anything
-    if (!has) return own;
+    if (!has) return;
     const uint64_t* inbox = static_cast<const uint64_t*>(s.inbox[s.rank]) + half + i;
-    float sum = 0.0f;
     int spins = 0;
     for (int r = 0; r < s.ranks; r++) {
-        float term = own;
+        float number = own;
         if (r != s.rank) {
             uint64_t come;
             do come = load_relaxed_system(inbox + (size_t)r * FEW_NUMBERS);
             while ((uint32_t)(come >> 32) != stamp && !stopped(s.stop, spins));
-            term = __uint_as_float((uint32_t)come);
+            number = __uint_as_float((uint32_t)come);
         }
-        sum += term;
+        use(r, number);
     }
     s.stamps[i] = stamp;
+}
+
+// Their sum, in that order, so that all ranks have the same bits in every run.
+__device__ __forceinline__ float sum_of_ranks(const RankSum& s, int i, float own, bool has) {
+    if (s.ranks <= 1) return own;
+    float sum = 0.0f;
+    numbers_of_ranks(s, i, own, has, [&](int, float number) { sum += number; });
     return sum;
 }

@@ -6,6 +6,7 @@
 
 mod common;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -126,6 +127,47 @@ fn sums_beside_other_work_are_the_same() {
                 }
             }
         }
+    }
+}
+
+/// Parts of other sizes, in one row and in several, between sums that use the same words.
+#[test]
+fn columns_of_ranks_come_side_by_side() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    for of in 2..=gpus().min(4) {
+        let (devices, ranks) = ranks(of);
+        let all = |cols: usize| -> Vec<Range<usize>> {
+            (0..of).map(|r| r * r * cols / (of * of)..(r + 1) * (r + 1) * cols / (of * of)).collect()
+        };
+        let number = |row: usize, column: usize| (row * 7919 + column) as f32;
+        let on = |r: usize| {
+            let (cuda, rank) = (&devices[r], &ranks[r]);
+            cuda.enter_thread().unwrap();
+            for (rows, cols) in [(1, 1000), (3, 1000), (1, 4), (1, 150_000), (1, 400_000), (1, 1000), (2, 4004)] {
+                let columns = all(cols);
+                let own: Vec<f32> =
+                    (0..rows).flat_map(|row| columns[r].clone().map(move |column| number(row, column))).collect();
+                let own = DeviceBuffer::from_slice(cuda, &own).unwrap();
+                let out = DeviceBuffer::<f32>::zeros(cuda, rows * cols).unwrap();
+                rank.gather_columns((own.address(), rows), &columns, (out.address(), cols));
+                let ones = DeviceBuffer::from_slice(cuda, &[1.0f32; 2048]).unwrap();
+                rank.all_reduce(ones.address(), 2048);
+                let (mut got, mut sums) = (vec![0.0; rows * cols], [0.0; 2048]);
+                out.read(&mut got).unwrap();
+                ones.read(&mut sums).unwrap();
+                assert!(sums.iter().all(|&sum| sum == of as f32), "rank {r} of {of}, behind {rows} rows of {cols}");
+                for (i, &got) in got.iter().enumerate() {
+                    let (row, column) = (i / cols, i % cols);
+                    assert_eq!(got, number(row, column), "rank {r} of {of}, row {row} of {rows}, column {column}");
+                }
+            }
+        };
+        thread::scope(|scope| {
+            for r in 0..of {
+                let on = &on;
+                scope.spawn(move || on(r));
+            }
+        });
     }
 }
 

@@ -1,5 +1,7 @@
 //! `Rank`: one of several devices that have a share of a model each.
 
+use std::ops::Range;
+
 use super::dense::Dense;
 use crate::Result;
 use crate::model::Share;
@@ -34,9 +36,9 @@ pub trait Rank: Dense {
         false
     }
 
-    /// Brings the ranks' columns `[R, columns of a rank]` side by side into `all`, `[R, columns]`, f32, on all of them;
-    /// those of this rank begin at `first`.
-    fn gather_columns(&self, _own: &Self::Tensor, _first: usize, _all: &mut Self::Tensor) {}
+    /// Brings the ranks' columns `[R, columns of a rank]` side by side into `all`, `[R, columns]`, f32, on all of them.
+    /// `columns`: each rank's.
+    fn gather_columns(&self, _own: &Self::Tensor, _columns: &[Range<usize>], _all: &mut Self::Tensor) {}
 
     /// Says that this rank has failed: nobody waits for it any longer, and what is summed means nothing.
     fn give_up(&self) {}

@@ -1,6 +1,7 @@
 //! Devices that read and write each other's memory, to sum what each has computed (kernels/all_reduce.cu).
 #![allow(unsafe_code)]
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::{Duration, Instant};
@@ -8,10 +9,10 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::{self, CUresult};
 
 use super::beside::{self, Beside};
-use super::kernels::RankSum;
 pub(crate) use super::kernels::all_reduce::MAX_RANKS;
 use super::kernels::all_reduce::{FEW_NUMBERS, INBOX_BYTES, MANY_BLOCKS, MANY_THREADS, REDUCE_THREADS, STAMPS};
 use super::kernels::{self, launch};
+use super::kernels::{Columns, RankSum};
 use super::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, succeed};
 use crate::{Error, Result};
 
@@ -162,14 +163,24 @@ impl Rank {
         }
     }
 
-    /// Enqueues what brings the ranks' columns `[rows, cols]` side by side into `out`, `[rows, all]`, a multiple of 4
-    /// numbers; those of this rank begin at `first`.
+    /// Enqueues what brings the ranks' columns of `rows` rows side by side into `out`, `[rows, all]`, a multiple of 4
+    /// numbers. `columns`: each rank's, in their order; `x` has those of this one.
     pub fn gather_columns(
         &self,
-        (x, rows, cols): (Address<f32>, usize, usize),
-        first: usize,
+        (x, rows): (Address<f32>, usize),
+        columns: &[Range<usize>],
         (out, all): (Address<f32>, usize),
     ) {
+        let most = columns.iter().map(Range::len).max().unwrap_or(0);
+        if let (1, Some(sum)) = (rows, self.within_kernels(most)) {
+            let mut of_ranks = Columns { first: [all as i32; MAX_RANKS + 1] };
+            of_ranks.first.iter_mut().zip(columns).for_each(|(to, columns)| *to = columns.start as i32);
+            launch!(self.cuda, &self.cuda.compute, kernels::gather_columns, [most.div_ceil(REDUCE_THREADS), 1, 1];
+                sum, of_ranks, x, out, most as i32);
+            return;
+        }
+        let Range { start: first, end } = columns[self.number()].clone();
+        let cols = end - first;
         launch!(self.cuda, &self.cuda.compute, kernels::place_columns, [rows, all.div_ceil(REDUCE_THREADS), 1];
             x, out, cols as i32, first as i32, all as i32);
         self.all_reduce(out, rows * all);

@@ -1,11 +1,13 @@
 //! The output head: rows of the residual stream become logits.
 
+use std::ops::Range;
+
 use super::buffers::{Part, Parts};
 use super::streams::{LastBuffers, MixBuffers};
 use super::weights::{Last, Weights};
 use crate::backend::Backend;
 use crate::backend::tensor::Shortlist;
-use crate::model::{ModelConfig, Norm};
+use crate::model::{ModelConfig, Norm, Share};
 use crate::{Error, Result};
 
 /// Buffers for `R` rows at most.
@@ -19,10 +21,10 @@ pub(super) struct Head<B: Backend> {
     last: B::Tensor,      // [R, streams * hidden], rows of x of which logits are wanted
     mixing: Option<MixBuffers<B>>,
     connected: Option<LastBuffers<B>>,
-    last_normed: B::Tensor,           // [R, hidden]
-    part: Option<(usize, B::Tensor)>, // where this rank's part of the vocabulary begins, and its logits [R, part]
-    logits: B::Tensor,                // [R, vocab]
-    host: B::Host,                    // [R, vocab]
+    last_normed: B::Tensor,                       // [R, hidden]
+    part: Option<(Vec<Range<usize>>, B::Tensor)>, // the ranks' parts of the vocabulary; logits of this one's, [R, part]
+    logits: B::Tensor,                            // [R, vocab]
+    host: B::Host,                                // [R, vocab]
     shortlister: B::Shortlister,
     rows: usize, // of the last call
 }
@@ -30,8 +32,12 @@ pub(super) struct Head<B: Backend> {
 impl<B: Backend> Head<B> {
     pub(super) fn new(backend: &B, model: &ModelConfig, max_rows: usize) -> Result<Self> {
         let (hidden, vocab_size) = (model.hidden_size, model.vocab_size);
-        let part = model.vocabulary_share(backend.share());
-        let part = part.map(|part| Ok::<_, Error>((part.start, backend.tensor_f32(max_rows, part.len())?)));
+        let own = backend.share();
+        let columns = (0..own.of).map(|rank| model.vocabulary_share(Share { rank, ..own })).collect::<Option<Vec<_>>>();
+        let part = columns.map(|columns| {
+            let part = backend.tensor_f32(max_rows, columns[own.rank].len())?;
+            Ok::<_, Error>((columns, part))
+        });
         Ok(Self {
             max_rows,
             vocab_size,
@@ -87,10 +93,10 @@ impl<B: Backend> Head<B> {
         }
         match part {
             None => backend.linear(&weights.lm_head, last_normed, logits),
-            Some((first, part)) => {
+            Some((columns, part)) => {
                 backend.set_rows(part, rows.len());
                 backend.linear(&weights.lm_head, last_normed, part);
-                backend.gather_columns(part, *first, logits);
+                backend.gather_columns(part, columns, logits);
             }
         }
         if self.scale != 1.0 {

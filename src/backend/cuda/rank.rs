@@ -91,9 +91,9 @@ impl Rank for CudaBackend {
         self.sum_as_it_is_made(x, product)
     }
 
-    fn gather_columns(&self, own: &Tensor, first: usize, all: &mut Tensor) {
+    fn gather_columns(&self, own: &Tensor, columns: &[Range<usize>], all: &mut Tensor) {
         if let Some(rank) = &self.rank {
-            rank.gather_columns((own.f32(), own.rows, own.cols), first, (all.f32(), all.cols));
+            rank.gather_columns((own.f32(), own.rows), columns, (all.f32(), all.cols));
         }
     }
 
