@@ -363,7 +363,7 @@ fn beside(b: &CudaBackend, store: &Arc<ExpertCache>, held: &[usize], streamed: b
     };
     let mut experts = share_of(b, store, place, sizes);
     for (i, n) in held.iter().enumerate() {
-        experts.hold(Cuda::open(i + 1).unwrap(), *n).unwrap();
+        experts.hold(Cuda::open(i + 1).unwrap(), *n, (ring, 1e12)).unwrap();
     }
     experts
 }
@@ -375,7 +375,7 @@ fn experts_that_other_gpus_hold() {
     for &(precision, hidden, intermediate) in [&FORMATS[0], &FORMATS[10]] {
         let store = store(hidden, intermediate, precision);
         let mut reference = on_cpu(&store);
-        for (held, streamed) in [(&[5][..], false), (&[2, 3], false), (&[3], false), (&[1, 2], true)] {
+        for (held, streamed) in [(&[5][..], false), (&[2, 3], false), (&[3], false), (&[1, 2], true), (&[1], true)] {
             let (mut experts, mut again) = (beside(b, &store, held, streamed), beside(b, &store, held, streamed));
             for (i, tokens) in [1, 3, 12, 50, 2, 300].into_iter().enumerate() {
                 let layer = i % LAYERS;
@@ -393,6 +393,7 @@ fn experts_that_other_gpus_hold() {
                 }
                 assert_eq!(run(b, &mut again, layer, &x, &routing, 0.0), got, "{what}: other bits in another run");
             }
+            assert_eq!(experts.copied_beside() > 0, streamed, "{precision}, {held:?}: what crossed other links");
         }
     }
 }
@@ -410,7 +411,7 @@ fn a_holder_that_fails_ends_the_pass() {
     b.cuda().enter_thread().unwrap();
     let sizes = Sizes { holders: 1, on_holders: 5, resident: 2, tokens: 16, cpu_tokens: 16, top_k: TOP_K, ..NONE_HELD };
     let mut experts = share_of(b, &store, Place::Cpu, sizes);
-    experts.hold(other.clone(), 5).unwrap();
+    experts.hold(other.clone(), 5, (0, 0.0)).unwrap();
     let (x, routing) = (random(3 * hidden, 90), routing(3, 91));
     run(b, &mut experts, 0, &x, &routing, 0.0);
     let (tokens, routing) = (b.filled(hidden, &x), on_device(b, &routing, hidden));

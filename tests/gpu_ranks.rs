@@ -286,12 +286,12 @@ fn models_on_several_gpus_say_what_they_say_on_one() {
 }
 
 /// What a model takes of two GPUs of which the second may take so much, with two experts of a layer on the first.
-fn uneven(model: &str, second: u64) -> (EngineConfig, GpuPlan) {
+fn uneven(model: &str, second: u64, prefill: PrefillOn) -> (EngineConfig, GpuPlan) {
     let config = EngineConfig {
         vram: vec![8 << 30, second],
         resident_experts: Some(2),
         max_batch_tokens: Some(256),
-        prefill: PrefillOn::Cpu,
+        prefill,
         ..config(&[0, 1])
     };
     let machine = load::machine(&config, &Topology::read()).unwrap();
@@ -307,7 +307,7 @@ fn models_on_a_gpu_beside_another_one_say_what_they_say_on_one() {
     need_gpu!(gpus() < 2, "it takes two GPUs");
     let tokens: Vec<u32> = (0..40).map(|i| (i * 37 + 11) % 1000).collect();
     for model in ["moe-gqa", "moe-mla"] {
-        let (config, all) = uneven(model, 4 << 30);
+        let (config, all) = uneven(model, 4 << 30, PrefillOn::Cpu);
         let one = EngineConfig { device: Device::Cuda(vec![0]), vram: Vec::new(), resident_experts: None, ..config };
         let mut one = demo(model, &one);
         let (want, answer) = (logits(&mut one, &tokens), greedy(&mut one, &tokens, 12));
@@ -318,7 +318,7 @@ fn models_on_a_gpu_beside_another_one_say_what_they_say_on_one() {
         assert!(all.sizes.unwrap().in_ram(experts + 2) == 0 && experts > 3);
         let some = CONTEXT_BYTES + buffers + 3 * resident / experts as u64;
         for second in [4 << 30, some] {
-            let (config, plan) = uneven(model, second);
+            let (config, plan) = uneven(model, second, PrefillOn::Cpu);
             assert_eq!(plan.holders[0].experts, if second == some { 3 } else { experts });
             let (mut first, mut again) = (demo(model, &config), demo(model, &config));
             let said = first.device.clone().unwrap();
@@ -342,18 +342,27 @@ fn models_on_a_gpu_beside_another_one_say_what_they_say_on_one() {
 #[test]
 fn what_a_holder_takes_is_planned() {
     need_gpu!(gpus() < 2, "it takes two GPUs");
-    let (config, planned) = uneven("moe-gqa", 4 << 30);
-    let machine = load::machine(&config, &Topology::read()).unwrap();
-    let folder = folder("moe-gqa", &demo_dir("moe-gqa"));
-    let spec = folder.spec(&config).unwrap();
-    let Budget::Gpu(gpus, plan) = Budget::new(&spec, &machine).unwrap() else { panic!("on the CPU") };
-    let experts = Some(synthetic::experts(spec.model, Precision::int4(32)).unwrap());
-    let stored = Stored { resident: &folder.checkpoint, experts };
-    let _loaded = load::assemble(&spec, stored, Budget::Gpu(gpus.clone(), plan), machine, &|_| {}).unwrap();
-    for (gpu, planned) in gpus.iter().zip([planned.total(), planned.holders[0].total()]) {
-        let (taken, planned) = (gpu.allocated(), planned - CONTEXT_BYTES);
-        let off = taken as f64 / planned as f64 - 1.0;
-        assert!(off.abs() < 0.03, "{taken} bytes taken, {planned} planned");
+    let (_, all) = uneven("moe-gqa", 4 << 30, PrefillOn::Cpu);
+    let HolderPlan { buffers, experts, resident, .. } = all.holders[0].clone();
+    // All that the first one has not; some, and others of prompts in passing.
+    for (second, prefill) in [
+        (4 << 30, PrefillOn::Cpu),
+        (CONTEXT_BYTES + buffers + (experts as u64 - 1) * resident / experts as u64, PrefillOn::Auto),
+    ] {
+        let (config, planned) = uneven("moe-gqa", second, prefill);
+        assert_eq!(planned.holders[0].ring >= 2, prefill == PrefillOn::Auto);
+        let machine = load::machine(&config, &Topology::read()).unwrap();
+        let folder = folder("moe-gqa", &demo_dir("moe-gqa"));
+        let spec = folder.spec(&config).unwrap();
+        let Budget::Gpu(gpus, plan) = Budget::new(&spec, &machine).unwrap() else { panic!("on the CPU") };
+        let experts = Some(synthetic::experts(spec.model, Precision::int4(32)).unwrap());
+        let stored = Stored { resident: &folder.checkpoint, experts };
+        let _loaded = load::assemble(&spec, stored, Budget::Gpu(gpus.clone(), plan), machine, &|_| {}).unwrap();
+        for (gpu, planned) in gpus.iter().zip([planned.total(), planned.holders[0].total()]) {
+            let (taken, planned) = (gpu.allocated(), planned - CONTEXT_BYTES);
+            let off = taken as f64 / planned as f64 - 1.0;
+            assert!(off.abs() < 0.03, "{taken} bytes taken, {planned} planned");
+        }
     }
 }
 

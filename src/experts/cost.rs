@@ -51,6 +51,38 @@ impl CostModel {
             false => experts,
         }
     }
+
+    /// How many of `experts`, of `bytes` each, cross this link, and then each of those of other GPUs, which carry so
+    /// many bytes in a second (0: none may cross there), so that all end together. `numbers` of hidden states go to
+    /// every other GPU that takes part, in bf16, and come back through this link, in f32.
+    pub fn divided(&self, experts: usize, bytes: usize, numbers: usize, links: &[f64]) -> Vec<usize> {
+        let (bytes, out, back) = (bytes as f64, 2.0 * numbers as f64, 4.0 * numbers as f64);
+        let mut used: Vec<usize> = (0..links.len()).filter(|&i| links[i] > 0.0).collect();
+        loop {
+            let n = used.len() as f64;
+            let rate: f64 = used.iter().map(|&i| links[i]).sum::<f64>() + self.pcie_bytes;
+            let seconds = (experts as f64 * bytes + n * (out + back)) / rate;
+            let most = |i: usize| ((seconds * links[i] - out) / bytes).floor();
+            let mut shares = vec![0; 1 + links.len()];
+            let mut left = experts.saturating_sub(1); // what is in VRAM here is multiplied with the first
+            for &i in &used {
+                shares[1 + i] = (most(i).max(0.0) as usize).min(left);
+                left -= shares[1 + i];
+            }
+            shares[0] = left + experts.min(1);
+            let idle = used.iter().position(|&i| shares[1 + i] == 0);
+            let pays = (shares[0] as f64 * bytes + n * back) < 0.85 * experts as f64 * bytes;
+            match idle {
+                Some(idle) => drop(used.remove(idle)),
+                None if pays => return shares,
+                None => {
+                    shares.fill(0);
+                    shares[0] = experts;
+                    return shares;
+                }
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -68,5 +100,18 @@ mod tests {
         assert_eq!(streamed(1e9, 1e9), 50);
         assert_eq!(streamed(1e9, 3e9), 75);
         assert_eq!([streamed(1e9, 1e7), streamed(1e7, 1e9)], [0, 100], "a split that gains too little is none");
+    }
+
+    #[test]
+    fn links_of_several_gpus_end_together() {
+        let costs = CostModel { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 10e9 };
+        let divided = |numbers, links: &[f64]| costs.divided(100, 1_000_000, numbers, links);
+        assert_eq!(divided(0, &[10e9]), [50, 50]);
+        assert_eq!(divided(0, &[5e9, 0.0, 5e9]), [50, 25, 0, 25]);
+        // 20 MB to the other one, and 40 back: 45 and 40 MB of links for hidden states and experts.
+        assert_eq!(divided(10_000_000, &[10e9]), [40, 60]);
+        assert_eq!(divided(10_000_000, &[1e9]), [100, 0], "a slow link carries nothing");
+        assert_eq!(divided(40_000_000, &[10e9]), [100, 0], "hidden states cost more than experts save");
+        assert_eq!(divided(0, &[]), [100]);
     }
 }

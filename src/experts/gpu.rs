@@ -263,16 +263,17 @@ impl GpuExperts {
         Ok(rank)
     }
 
-    /// Gives `on` so many of the experts that others are to hold, the most chosen first, before anything runs. Errors:
-    /// as [`new`](GpuExperts::new).
-    pub fn hold(&mut self, on: Arc<Cuda>, experts: usize) -> Result<()> {
+    /// Gives `on` so many of the experts that others are to hold, the most chosen first, before anything runs. Others of
+    /// prompts may pass through a ring there, over a link of so many bytes a second. Errors: as
+    /// [`new`](GpuExperts::new).
+    pub fn hold(&mut self, on: Arc<Cuda>, experts: usize, (ring, link): (usize, f64)) -> Result<()> {
         let from = self.on_holders;
         self.on_holders += experts;
         assert!(self.on_holders <= self.sizes.on_holders, "others hold {} experts of a layer", self.sizes.on_holders);
         let residency = holder::residency_of(self.pool.residency(), from..self.on_holders);
-        let sizes = Sizes { resident: experts, ring: 0, holders: 0, on_holders: 0, ..self.sizes };
+        let sizes = Sizes { resident: experts, ring, holders: 0, on_holders: 0, ..self.sizes };
         let devices = (self.cuda.clone(), on);
-        self.holders.push(Holder::new(devices, (&mut self.cpu, &self.parts), &residency, &sizes)?);
+        self.holders.push(Holder::new(devices, (&mut self.cpu, &self.parts), &residency, (&sizes, link))?);
         Ok(())
     }
 
@@ -335,15 +336,15 @@ impl GpuExperts {
         Ok(cuda.allocated() - before)
     }
 
-    /// The same of a GPU that holds `experts` of each layer for one of `sizes`.
+    /// The same of a GPU that holds `experts` of each layer for one of `sizes`, and lets others pass through a `ring`.
     pub fn count_holder(
         cuda: &Arc<Cuda>,
         shape: &ExpertShape,
         epilogue: &Epilogue,
-        (sizes, experts): (&Sizes, usize),
+        (sizes, experts, ring): (&Sizes, usize, usize),
     ) -> Result<u64> {
         let before = cuda.allocated();
-        let _side = Side::new(cuda, shape, epilogue, &Sizes { resident: experts, ..*sizes })?;
+        let _side = Side::new(cuda, shape, epilogue, &Sizes { resident: experts, ring, ..*sizes })?;
         Ok(cuda.allocated() - before)
     }
 
@@ -369,6 +370,38 @@ impl GpuExperts {
                 self.costs.streamed(others, self.experts(), tokens, self.sizes.top_k, &layout)
             }
         }
+    }
+
+    /// Bytes of experts that have crossed the links of GPUs that hold others.
+    pub fn copied_beside(&self) -> u64 {
+        self.holders.iter().map(Holder::copied_bytes).sum()
+    }
+
+    /// Of those, how many cross this GPU's link, and then those of the ones that hold experts.
+    fn crossing(&self, tokens: usize, layer: usize) -> Vec<usize> {
+        let (streamed, links) = (self.streamed(tokens, layer), self.holders.iter().map(Holder::link));
+        let all = streamed == self.pool.residency().in_ram(layer).len();
+        // Where the CPU has a share, or few are chosen, hidden states would take longer than experts.
+        if !all || CostModel::picks(self.experts(), tokens, self.sizes.top_k) {
+            return [streamed].into_iter().chain(links.map(|_| 0)).collect();
+        }
+        let (bytes, hidden) = (self.memory.cache().layout(layer).bytes(), self.parts.shape().hidden());
+        self.costs.divided(streamed, bytes, tokens * hidden, &links.collect::<Vec<_>>())
+    }
+
+    /// The experts of `layer` that cross the link of each GPU that holds others.
+    fn crossing_elsewhere(&self, tokens: usize, layer: usize) -> Vec<Vec<u16>> {
+        if layer == self.pool.residency().layers() {
+            return vec![Vec::new(); self.holders.len()];
+        }
+        let shares = self.crossing(tokens, layer);
+        let mut rest = &self.pool.residency().in_ram(layer)[shares[0]..];
+        let mut take = |&n: &usize| {
+            let (own, others) = rest.split_at(n);
+            rest = others;
+            own.to_vec()
+        };
+        shares[1..].iter().map(&mut take).collect()
     }
 
     /// Where choices of `layer` are counted.
@@ -447,7 +480,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let (tokens, experts, resident) = (routing.tokens(), self.experts(), self.sizes.resident);
         assert_eq!(self.on_holders, self.sizes.on_holders, "experts that others are to hold are held");
         assert!(tokens <= self.sizes.tokens && self.submitted.is_none());
-        let streamed = self.streamed(tokens, layer);
+        let (streamed, own) = (self.streamed(tokens, layer), self.crossing(tokens, layer)[0]);
         let shared = match self.cuda.is_rehearsing() {
             true => self.sizes.in_ram(experts) > 0, // whatever is in VRAM now: it is recorded
             false => streamed < self.pool.residency().in_ram(layer).len(),
@@ -457,22 +490,29 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         assert!(!cpu || tokens <= self.sizes.cpu_tokens, "the CPU was given more tokens than was allocated for");
         let table = match streamed {
             0 => self.residents.table(layer),
-            _ => self.residents.marks(self.pool.residency(), layer, streamed),
+            _ => self.residents.marks(self.pool.residency(), layer, own),
         };
         if cpu {
             // First, so that the CPU begins while the device goes on.
             self.handoff.publish(&self.cuda, &input, table, experts, self.counts(layer));
         }
         let mut counted = cpu;
-        for holder in &self.holders {
-            let used = if counted { Address::NULL } else { self.counts(layer) };
-            holder.publish(&self.cuda, &input, experts, used);
-            counted = true;
+        if !self.holders.is_empty() {
+            let elsewhere = [layer, layer + 1].map(|layer| self.crossing_elsewhere(tokens, layer));
+            if elsewhere[0].iter().any(|experts| !experts.is_empty()) {
+                self.cpu.check_layer(layer)?; // a damaged expert ends the pass
+            }
+            let [now, next] = elsewhere;
+            for (holder, crossing) in self.holders.iter().zip(now.into_iter().zip(next)) {
+                let used = if counted { Address::NULL } else { self.counts(layer) };
+                holder.publish(&self.cuda, &input, (experts, crossing.into()), used);
+                counted = true;
+            }
         }
         let gpu = if streamed > 0 {
             match CostModel::picks(experts, tokens, routing.top_k()) {
-                true => self.stream_chosen(streamed, &input, counted)?,
-                false => self.stream(streamed, &input, counted)?,
+                true => self.stream_chosen(own, &input, counted)?,
+                false => self.stream(own, &input, counted)?,
             }
             Some(GpuPart::Many { table })
         } else if resident == 0 {
@@ -612,7 +652,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     fn traffic(&self) -> Traffic {
         let admitted = self.admissions.as_ref().map_or(0, |admissions| admissions.sender.copied_bytes());
         Traffic {
-            link: self.ring.copied_bytes() + admitted,
+            link: self.ring.copied_bytes() + admitted + self.copied_beside(),
             vram: self.vram_bytes,
             choices: self.pool.choices(),
             ..ExpertExecutor::traffic(&self.cpu)

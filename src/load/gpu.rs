@@ -63,6 +63,8 @@ pub(super) fn assemble(
     cuda.enter_thread()?;
     // While there is room for it.
     let vram_bytes = cuda.vram_bandwidth(SAMPLE_BYTES)?;
+    let beside_rates = beside.iter().map(HolderRates::measure).collect::<Result<Vec<_>>>()?;
+    cuda.enter_thread()?;
     let mut ranks = match devices.len() {
         1 => Vec::new(),
         _ => Rank::of_devices(&devices)?,
@@ -129,15 +131,14 @@ pub(super) fn assemble(
             let cpu = cpu_of(sizes.top_k)?;
             *executor = Some(Box::new(GpuExperts::of_rank(cuda.clone(), &heap, cpu, share(rank), &mut first)?));
         }
-        for (on, holder) in beside.iter().zip(&plan.holders) {
-            first.hold(on.clone(), holder.experts)?;
+        for ((on, holder), rates) in beside.iter().zip(&plan.holders).zip(&beside_rates) {
+            first.hold(on.clone(), holder.experts, (holder.ring, rates.link_bytes))?;
         }
         executors[0] = Some(Box::new(first));
     }
     cuda.enter_thread()?;
     let backend = &parts[0].0;
-    let rates =
-        GpuRates { vram_bytes, speeds, beside: beside.iter().map(HolderRates::measure).collect::<Result<_>>()? };
+    let rates = GpuRates { vram_bytes, speeds, beside: beside_rates };
     cuda.enter_thread()?;
     let expected = on_gpu(&plan, spec, &rates)?;
     let mut device = describe(&plan, spec, speeds, backend.library(), &expected);

@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -24,6 +24,7 @@ use super::handoff::{self, Outbox};
 use super::parts::Parts;
 use super::products::{Choices, LayerInput, Products, Sink};
 use super::residents::Residents;
+use super::ring::Crossing;
 use super::{FEW_TOKENS, Sizes};
 use crate::Result;
 use crate::backend::cuda::Tensor;
@@ -31,6 +32,7 @@ use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, kernels, lau
 use crate::experts::mailbox::{LINE, Room, blocks};
 use crate::experts::residency::Residency;
 use crate::experts::{CpuExperts, Epilogue, ExpertShape};
+use crate::model::Share;
 
 /// How often a GPU that is at work is asked whether it has failed.
 const WATCH: Duration = Duration::from_millis(1);
@@ -39,6 +41,7 @@ const WATCH: Duration = Duration::from_millis(1);
 pub(super) struct Channel {
     outbox: Outbox,
     stop: PinnedBuffer<u32>, // one number: one of the two has failed
+    copied: AtomicU64,       // bytes of experts that have crossed the other one's link
 }
 
 impl Channel {
@@ -47,7 +50,7 @@ impl Channel {
         let numbers = sizes.tokens * shape.hidden();
         let choices = sizes.tokens * sizes.top_k;
         let room = Room { x: 2 * numbers, y: 4 * numbers, choices, counters: shape.layers() };
-        Ok(Self { outbox: Outbox::new(cuda, &room)?, stop: PinnedBuffer::new(cuda, 1)? })
+        Ok(Self { outbox: Outbox::new(cuda, &room)?, stop: PinnedBuffer::new(cuda, 1)?, copied: AtomicU64::new(0) })
     }
 
     fn stop(&self) {
@@ -55,11 +58,13 @@ impl Channel {
     }
 }
 
+/// Experts of a layer and of the next one that cross the other one's link.
+pub(super) type Lists = [Vec<u16>; 2];
+
 /// What the other one is asked to enqueue.
-#[derive(Clone, Copy)]
 enum Job {
     /// What a layer's tokens chose of it.
-    Layer { layer: usize, tokens: usize },
+    Layer { layer: usize, tokens: usize, crossing: Lists },
     /// All layers of a recorded step.
     Step { tokens: usize },
 }
@@ -69,20 +74,23 @@ pub(super) struct Holder {
     channel: Arc<Channel>,
     jobs: Option<Sender<Job>>, // `None`: it is ending
     thread: Option<JoinHandle<()>>,
+    link: f64, // bytes a second of prompts' experts that may cross; 0: none
 }
 
 impl Holder {
-    /// Gives `on` the experts that are in VRAM by `residency`. Errors: VRAM ends; `Error::Cache` for a damaged one.
+    /// Gives `on` the experts that are in VRAM by `residency`, and lets others of prompts cross a ring of `sizes.ring`
+    /// at `link` bytes a second. Errors: VRAM ends; `Error::Cache` for a damaged one.
     pub(super) fn new(
         (main, on): (Arc<Cuda>, Arc<Cuda>),
         (cpu, parts): (&mut CpuExperts, &Parts),
         residency: &Residency,
-        sizes: &Sizes,
+        (sizes, link): (&Sizes, f64),
     ) -> Result<Self> {
         let channel_to = Arc::new(Channel::new(&main, parts.shape(), sizes)?);
         on.enter_thread()?;
         let side = Side::new(&on, parts.shape(), cpu.epilogue(), sizes).and_then(|mut side| {
             side.residents.fill(parts, residency, |layer| cpu.check_layer(layer))?;
+            side.parts = Some(Parts::new(cpu.memory().clone(), Share::WHOLE, &[])?);
             Ok(side)
         });
         main.enter_thread()?;
@@ -98,14 +106,32 @@ impl Holder {
                 fail("a bug in its thread");
             }
         };
-        Ok(Self { channel: channel_to, jobs: Some(jobs), thread: Some(std::thread::spawn(serve)) })
+        let link = if sizes.ring >= 2 { link } else { 0.0 };
+        Ok(Self { channel: channel_to, jobs: Some(jobs), thread: Some(std::thread::spawn(serve)), link })
     }
 
-    /// Enqueues what brings hidden states and routing to it. Choices are counted in `used`, unless that is null.
-    pub(super) fn publish(&self, cuda: &Cuda, input: &LayerInput<'_>, experts: usize, used: Address<u32>) {
+    /// Bytes of prompts' experts that may cross its link in a second.
+    pub(super) fn link(&self) -> f64 {
+        self.link
+    }
+
+    /// Bytes of experts that have crossed its link since the start.
+    pub(super) fn copied_bytes(&self) -> u64 {
+        self.channel.copied.load(Ordering::Relaxed)
+    }
+
+    /// Enqueues what brings hidden states and routing to it, to be multiplied with what it holds and what is
+    /// `crossing`. Choices are counted in `used`, unless that is null.
+    pub(super) fn publish(
+        &self,
+        cuda: &Cuda,
+        input: &LayerInput<'_>,
+        (experts, crossing): (usize, Lists),
+        used: Address<u32>,
+    ) {
         handoff::publish(cuda, &self.channel.outbox, input, (Address::NULL, experts), used);
         if !cuda.is_recording() {
-            self.ask(Job::Layer { layer: input.layer, tokens: input.routing.tokens() });
+            self.ask(Job::Layer { layer: input.layer, tokens: input.routing.tokens(), crossing });
         }
     }
 
@@ -116,7 +142,7 @@ impl Holder {
 
     /// Enqueues the kernel that waits for its sum and adds it; `numbers` elements.
     pub(super) fn fetch(&self, cuda: &Cuda, (layer, numbers): (usize, usize), out: &mut Tensor) {
-        let Channel { outbox, stop } = &*self.channel;
+        let Channel { outbox, stop, .. } = &*self.channel;
         handoff::fetch(cuda, outbox, (layer, numbers), handoff::Limit::NONE, stop.address(), out);
     }
 
@@ -142,6 +168,9 @@ pub(super) struct Side {
     cuda: Arc<Cuda>,
     residents: Residents,
     products: Products,
+    parts: Option<Parts>, // of whole experts; `None`: it is planned
+    crossing: Crossing,
+    marks: DeviceBuffer<u64>, // [experts]: not 0 for those that are multiplied here
     layers: usize,
     hidden: usize,
     top_k: usize,
@@ -161,6 +190,9 @@ impl Side {
         Ok(Self {
             residents: Residents::new(cuda, shape, sizes.resident)?,
             products: Products::new(cuda, shape, epilogue, sizes)?,
+            parts: None,
+            crossing: Crossing::new(cuda, shape, sizes.ring / 2)?,
+            marks: DeviceBuffer::new(cuda, shape.experts)?,
             layers,
             hidden,
             top_k,
@@ -175,7 +207,7 @@ impl Side {
     }
 
     /// Enqueues what it is asked for, and looks after the two GPUs while there is work under way.
-    fn serve(&self, jobs: &Receiver<Job>, channel: &Channel, main: &Cuda, fail: &dyn Fn(&str)) {
+    fn serve(mut self, jobs: &Receiver<Job>, channel: &Channel, main: &Cuda, fail: &dyn Fn(&str)) {
         if let Err(error) = self.cuda.enter_thread() {
             return fail(&error.to_string());
         }
@@ -187,8 +219,12 @@ impl Side {
                 true => jobs.recv_timeout(WATCH),
             };
             let ran = match job {
-                Ok(Job::Layer { layer, tokens }) => {
+                Ok(Job::Layer { layer, tokens, crossing }) => {
+                    for (layer, experts) in (layer..self.layers).zip(crossing) {
+                        self.crossing.list(layer, experts.into_iter().map(usize::from));
+                    }
                     self.layer(channel, layer, tokens);
+                    channel.copied.store(self.crossing.copied_bytes(), Ordering::Relaxed);
                     Ok(())
                 }
                 Ok(Job::Step { tokens }) => self.step(channel, tokens, &mut graphs),
@@ -208,18 +244,25 @@ impl Side {
     }
 
     /// Enqueues a layer's products with what is published for it, and their sum's way back.
-    fn layer(&self, Channel { outbox, stop }: &Channel, layer: usize, tokens: usize) {
-        let Self { cuda, products, x, y, .. } = self;
+    fn layer(&mut self, Channel { outbox, stop, .. }: &Channel, layer: usize, tokens: usize) {
+        let Self { cuda, products, x, y, residents, crossing, parts, marks, .. } = self;
         let (numbers, choices) = (tokens * self.hidden, tokens * self.top_k);
         let (count, mailbox) = (self.count.address().add(layer), &outbox.mailbox);
         launch!(cuda, &cuda.compute, kernels::take, [blocks(2 * numbers), 1, 1];
             mailbox.x.address().cast(), mailbox.ids.address(), mailbox.weights.address(), x.address().cast(),
             self.ids.address(), self.weights.address(), y.address().cast(), (numbers / 8) as i32, choices as i32,
             self.arrived.address(), count, outbox.down.address().add(layer * LINE), stop.address());
-        let (stream, table) = (&cuda.compute, self.residents.table(layer));
+        let (stream, table) = (&cuda.compute, residents.table(layer));
         let (ids, weights) = (self.ids.address(), self.weights.address());
         let choices = Choices { layer, tokens, top_k: self.top_k, ids, weights };
-        if tokens <= FEW_TOKENS {
+        if let (true, Some(parts)) = (crossing.is_listed(layer), parts) {
+            let held = |layer| residents.held(layer).to_vec();
+            crossing.multiply((parts, products), x.address(), choices, held);
+            let mut marked = held(layer);
+            crossing.mark(layer, &mut marked);
+            cuda.upload(stream, marks.address(), &marked);
+            products.combine(stream, marks.address(), choices, &(0..tokens), y.address(), false);
+        } else if tokens <= FEW_TOKENS {
             products.few_gate_up(stream, table, x.address(), choices);
             products.few_down(stream, table, choices, y.address(), Sink::ADD);
         } else {
@@ -232,14 +275,16 @@ impl Side {
     }
 
     /// Launches the recording of all layers, of a pass that has run op by op before.
-    fn step(&self, channel: &Channel, tokens: usize, graphs: &mut HashMap<usize, Graph>) -> Result<()> {
+    fn step(&mut self, channel: &Channel, tokens: usize, graphs: &mut HashMap<usize, Graph>) -> Result<()> {
+        (0..self.layers).for_each(|layer| self.crossing.list(layer, []));
+        let cuda = self.cuda.clone();
         let all = || {
             (0..self.layers).for_each(|layer| self.layer(channel, layer, tokens));
             Ok(())
         };
         let graph = match graphs.entry(tokens) {
             Entry::Occupied(graph) => graph.into_mut(),
-            Entry::Vacant(place) => place.insert(Graph::record(&self.cuda, all)?),
+            Entry::Vacant(place) => place.insert(Graph::record(&cuda, all)?),
         };
         graph.launch();
         Ok(())

@@ -19,7 +19,7 @@ use super::Sizes;
 use super::epilogue::DeviceEpilogue;
 use super::parts::Parts;
 use super::products::{Choices, Products};
-use super::ring::{ExpertRun, Ring};
+use super::ring::Crossing;
 use crate::cuda::kernels::rows::ROW_NUMBERS;
 use crate::cuda::kernels::stream::STREAM_THREADS;
 use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, Registered, kernels, launch};
@@ -55,9 +55,8 @@ pub struct Prompts {
     from_tokens: usize,
     pairs: usize, // of a token and an expert, that there is room for
     parts: Parts,
-    ring: Ring,
+    crossing: Crossing, // the experts of each layer that cross for a prompt, as it was last
     products: Products,
-    crossing: Vec<Vec<usize>>,  // [layers]: the experts that cross for a prompt, as it was last
     experts: DeviceBuffer<i32>, // [ids]: the expert that an id stands for
     x: DeviceBuffer<bf16>,      // [tokens, hidden]
     ids: DeviceBuffer<i32>,     // [pairs]
@@ -116,11 +115,10 @@ impl Prompts {
         let pairs = tokens * top_k;
         let half = (sizes.ring_bytes / 2 / shape.most_bytes()).clamp(1, shape.experts);
         let prompts = Self {
-            ring: Ring::new(cuda, shape, half)?,
+            crossing: Crossing::new(cuda, shape, half)?,
             products: products(cuda, (service, &parts), tokens, top_k)?,
             from_tokens: sizes.from_tokens,
             pairs,
-            crossing: vec![Vec::new(); shape.layers()],
             experts: DeviceBuffer::zeros(cuda, MAX_IDS)?,
             x: DeviceBuffer::zeros(cuda, tokens * shape.hidden())?,
             ids: DeviceBuffer::zeros(cuda, pairs)?,
@@ -159,7 +157,7 @@ impl Prompts {
         if experts.len() > MAX_IDS {
             return Err(Error::Invalid(format!("{} ids of experts: at most {MAX_IDS} are supported", experts.len())));
         }
-        self.crosses(layer.index(), &experts);
+        self.crossing.list(layer.index(), experts.iter().filter_map(|&expert| usize::try_from(expert).ok()));
         let sum = self.sum(batch.tokens * hidden)?;
         let out = self.sums[sum].numbers.address();
         cuda.wait(&cuda.compute, &self.sums[sum].given);
@@ -184,7 +182,8 @@ impl Prompts {
                 ids: self.ids.address(),
                 weights: self.weights.address(),
             };
-            self.multiply(choices);
+            let (all, x) = (self.parts.shape().experts, self.x.address());
+            self.crossing.multiply((&self.parts, &self.products), x, choices, |_| vec![0; all]);
             self.products.combine(
                 &cuda.compute,
                 self.here.address(),
@@ -208,17 +207,6 @@ impl Prompts {
         cuda.record(&sum.given, stream);
         sum.busy = false;
         cuda.check()
-    }
-
-    /// Notes which experts of a layer cross.
-    fn crosses(&mut self, layer: usize, experts: &[i32]) {
-        let mut crossing: Vec<usize> = experts.iter().filter_map(|&expert| usize::try_from(expert).ok()).collect();
-        crossing.sort_unstable();
-        crossing.dedup();
-        if self.crossing[layer] != crossing {
-            self.ring.forget(layer);
-            self.crossing[layer] = crossing;
-        }
     }
 
     /// A sum that nobody has.
@@ -248,36 +236,6 @@ impl Prompts {
             experts.len() as i32);
         cuda.record(&self.taken, stream);
         cuda.wait(&cuda.compute, &self.taken);
-    }
-
-    /// `y` of all crossing experts of a layer, each part while the next is on its way.
-    fn multiply(&mut self, choices: Choices) {
-        let layer = choices.layer;
-        let parts: Vec<ExpertRun> = self.ring.parts(layer, self.crossing[layer].len()).collect();
-        let of_next = self.crossing.get(layer + 1).map_or(0, Vec::len);
-        let next_layer = self.ring.parts(layer + 1, of_next).next();
-        for (i, now) in parts.iter().enumerate() {
-            let next = parts.get(i + 1).or(next_layer.as_ref());
-            let half = self.ring.half_of(now);
-            self.fill(half, now);
-            if let Some(next) = next.filter(|next| !self.ring.holds(next)) {
-                self.fill(1 - half, next);
-            }
-            let cuda = &self.cuda;
-            cuda.wait(&cuda.compute, &self.ring.filled[half]);
-            self.products.grouped(&cuda.compute, self.ring.table(half), self.x.address(), choices, Address::NULL);
-            cuda.record(&self.ring.used[half], &cuda.compute);
-        }
-    }
-
-    /// Enqueues the copies of a part into a half of the ring, unless they are there.
-    fn fill(&mut self, half: usize, part: &ExpertRun) {
-        if self.ring.holds[half].as_ref() == Some(part) {
-            return;
-        }
-        let experts = &self.crossing[part.layer][part.ranks.clone()];
-        self.ring.copy(&self.parts, half, (part.layer, experts), vec![0; self.parts.shape().experts]);
-        self.ring.holds[half] = Some(part.clone());
     }
 }
 

@@ -125,6 +125,11 @@ impl Residents {
         self.cuda.upload(&self.cuda.compute, self.tables.address(), &self.staged);
     }
 
+    /// The same, as they were brought to the device.
+    pub(super) fn held(&self, layer: usize) -> &[u64] {
+        &self.staged[layer * self.experts..][..self.experts]
+    }
+
     /// [`addresses`](Residents::addresses) on the device.
     pub(super) fn table(&self, layer: usize) -> Address<u64> {
         self.tables.address().add(layer * self.experts)

@@ -4,9 +4,11 @@ use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
+use half::bf16;
+
 use super::GpuExperts;
 use super::parts::Parts;
-use super::products::{Choices, LayerInput};
+use super::products::{Choices, LayerInput, Products};
 use crate::Result;
 use crate::cuda::{Address, Cuda, CudaEvent, DeviceBuffer};
 use crate::experts::ExpertShape;
@@ -105,6 +107,82 @@ impl Ring {
     }
 }
 
+/// A ring for those experts of each layer that somebody lists.
+pub(super) struct Crossing {
+    ring: Ring,
+    experts: Vec<Vec<usize>>, // [layers]: ascending
+}
+
+impl Crossing {
+    /// Room for `half` experts twice.
+    pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, half: usize) -> Result<Self> {
+        Ok(Self { ring: Ring::new(cuda, shape, half)?, experts: vec![Vec::new(); shape.layers()] })
+    }
+
+    /// Lists those of a layer, in any order.
+    pub(super) fn list(&mut self, layer: usize, experts: impl IntoIterator<Item = usize>) {
+        let mut experts: Vec<usize> = experts.into_iter().collect();
+        experts.sort_unstable();
+        experts.dedup();
+        if self.experts[layer] != experts {
+            self.ring.forget(layer);
+            self.experts[layer] = experts;
+        }
+    }
+
+    /// Bytes that have crossed since the start.
+    pub(super) fn copied_bytes(&self) -> u64 {
+        self.ring.copied_bytes
+    }
+
+    /// Whether some of a layer are listed.
+    pub(super) fn is_listed(&self, layer: usize) -> bool {
+        !self.experts[layer].is_empty()
+    }
+
+    /// Marks them in a table of the layer's experts.
+    pub(super) fn mark(&self, layer: usize, table: &mut [u64]) {
+        self.experts[layer].iter().for_each(|&expert| table[expert] = 1);
+    }
+
+    /// `y` of the listed experts of a layer, each part while the next is on its way, and with the first of them that of
+    /// experts at the addresses `beside`.
+    pub(super) fn multiply(
+        &mut self,
+        (parts, products): (&Parts, &Products),
+        x: Address<bf16>,
+        choices: Choices,
+        beside: impl Fn(usize) -> Vec<u64>,
+    ) {
+        let (layer, cuda) = (choices.layer, self.ring.cuda.clone());
+        let runs: Vec<ExpertRun> = self.ring.parts(layer, self.experts[layer].len()).collect();
+        let of_next = self.experts.get(layer + 1).map_or(0, Vec::len);
+        let next_layer = self.ring.parts(layer + 1, of_next).next();
+        for (i, now) in runs.iter().enumerate() {
+            let next = runs.get(i + 1).or(next_layer.as_ref());
+            let half = self.ring.half_of(now);
+            self.fill(parts, half, now, &beside);
+            if let Some(next) = next.filter(|next| !self.ring.holds(next)) {
+                self.fill(parts, 1 - half, next, &beside);
+            }
+            cuda.wait(&cuda.compute, &self.ring.filled[half]);
+            products.grouped(&cuda.compute, self.ring.table(half), x, choices, Address::NULL);
+            cuda.record(&self.ring.used[half], &cuda.compute);
+        }
+    }
+
+    /// Enqueues the copies of a part into a half of the ring, unless they are there.
+    fn fill(&mut self, parts: &Parts, half: usize, part: &ExpertRun, beside: &impl Fn(usize) -> Vec<u64>) {
+        if self.ring.holds[half].as_ref() == Some(part) {
+            return;
+        }
+        let ExpertRun { layer, ranks } = part.clone();
+        let table = if ranks.start == 0 { beside(layer) } else { vec![0; self.ring.shape.experts] };
+        self.ring.copy(parts, half, (layer, &self.experts[layer][ranks]), table);
+        self.ring.holds[half] = Some(part.clone());
+    }
+}
+
 impl GpuExperts {
     /// Enqueues the copies of a part into a half of the ring, unless they are there.
     fn fill(&mut self, half: usize, part: ExpertRun) -> Result<()> {
@@ -138,10 +216,11 @@ impl GpuExperts {
     pub(super) fn stream(&mut self, streamed: usize, input: &LayerInput<'_>, counted: bool) -> Result<()> {
         let layer = input.layer;
         let is_last = layer + 1 == self.pool.residency().layers();
-        let of_next = if is_last { 0 } else { self.streamed(input.routing.tokens(), layer + 1) };
+        let tokens = input.routing.tokens();
+        let of_next = if is_last { 0 } else { self.crossing(tokens, layer + 1)[0] };
         if !is_last {
             // From the file while this layer's cross.
-            let next = &self.pool.residency().in_ram(layer + 1)[..of_next];
+            let next = &self.pool.residency().in_ram(layer + 1)[..self.streamed(tokens, layer + 1)];
             self.memory.want(layer + 1, next.iter().map(|&expert| expert as usize));
         }
         let mut parts = self.ring.parts(layer, streamed);

@@ -24,6 +24,11 @@ use super::refusal::refusal;
 /// Tokens that go through an op at a time: the most that pays, then less where VRAM is short.
 const CHUNKS: [usize; 6] = [8192, 4096, 2048, 1024, 512, 256];
 
+/// The part of a holder's room that prompts' experts pass through, and the most of these: two halves, whose copies take
+/// longer than to begin them.
+const PASSING_SHARE: u64 = 4;
+const MOST_PASSING: u64 = 64;
+
 /// Tokens of a batch that the CPU may be given experts of.
 const CPU_TOKENS: usize = 512;
 
@@ -89,6 +94,10 @@ pub struct HolderPlan {
     pub experts: usize,
     /// Bytes that these take.
     pub resident: u64,
+    /// Experts of prompts that pass through it at a time.
+    pub ring: usize,
+    /// Bytes for these.
+    pub passing: u64,
     /// Activations and work space.
     pub buffers: u64,
 }
@@ -96,7 +105,7 @@ pub struct HolderPlan {
 impl HolderPlan {
     /// VRAM that will be taken, driver included.
     pub fn total(&self) -> u64 {
-        CONTEXT_BYTES + self.resident + self.buffers
+        CONTEXT_BYTES + self.resident + self.passing + self.buffers
     }
 }
 
@@ -114,7 +123,7 @@ impl GpuPlan {
         let epilogue = Epilogue::load(&heap, &Shapes::default(), spec.model)?;
         GpuExperts::count(&cuda, &heap, &shape, &epilogue, sizes)?;
         for holder in &self.holders {
-            GpuExperts::count_holder(&cuda, &shape, &epilogue, (sizes, holder.experts))?;
+            GpuExperts::count_holder(&cuda, &shape, &epilogue, (sizes, holder.experts, holder.ring))?;
         }
         Ok(spec.ranks() as u64 * (self.pinned + cuda.pinned()) + heap.bytes())
     }
@@ -299,12 +308,25 @@ impl Planner<'_> {
         }
         let cuda = Cuda::plan(self.device.clone());
         let epilogue = Epilogue::load(&Heap::plan(), &Shapes::default(), self.spec.model)?;
-        let buffers = GpuExperts::count_holder(&cuda, shape, &epilogue, (sizes, 0))?;
-        let (each, mut left) = (shape.bytes_of_one(), most);
+        let buffers = GpuExperts::count_holder(&cuda, shape, &epilogue, (sizes, 0, 0))?;
+        let (each, stride, mut left) = (shape.bytes_of_one(), shape.most_bytes() as u64, most);
+        let room = |vram: u64| vram.saturating_sub(CONTEXT_BYTES + buffers);
+        let hold_all = self.spec.beside().iter().map(|&vram| room(vram) / each).sum::<u64>() >= most as u64;
+        let passes = !hold_all && self.spec.config.prefill != PrefillOn::Cpu;
         let holder = |(number, &vram): (usize, &u64)| {
-            let experts = (vram.saturating_sub(CONTEXT_BYTES + buffers) / each).min(left as u64);
+            let room = room(vram);
+            let ring = if passes { (room / PASSING_SHARE / stride).min(MOST_PASSING) / 2 * 2 } else { 0 };
+            let experts = ((room - ring * stride) / each).min(left as u64);
             left -= experts as usize;
-            HolderPlan { number, vram, experts: experts as usize, resident: experts * each, buffers }
+            HolderPlan {
+                number,
+                vram,
+                experts: experts as usize,
+                resident: experts * each,
+                ring: ring as usize,
+                passing: ring * stride,
+                buffers,
+            }
         };
         let all = self.spec.beside().iter().enumerate().map(holder);
         Ok(all.filter(|holder| holder.experts > 0).collect())

@@ -119,7 +119,12 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
                 PrefillOn::Auto => speeds.streamed(others, work.num_experts, tokens, sizes.top_k, layout),
             };
             let cpu = speeds.cpu_seconds(work.num_experts, tokens, sizes.top_k, layout);
-            (streamed as f64 * work.expert_bytes() / speeds.pcie_bytes, (others - streamed) as f64 * cpu, streamed)
+            let links: Vec<f64> = holders().map(|(h, of)| if h.ring >= 2 { of.link_bytes } else { 0.0 }).collect();
+            let own = match streamed == others {
+                true => speeds.divided(others, layout.bytes(), tokens * spec.model.hidden_size, &links)[0],
+                false => streamed,
+            };
+            (own as f64 * work.expert_bytes() / speeds.pcie_bytes, (others - streamed) as f64 * cpu, own)
         }
         _ => (0.0, 0.0, 0),
     };
