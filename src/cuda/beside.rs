@@ -21,6 +21,9 @@ use crate::Result;
 /// Sums that may be under way.
 const SLOTS: usize = 8;
 
+/// Sums that a rank's thread may be ahead of another's: four layers.
+const AHEAD: usize = 8;
+
 /// What a rank shows the others.
 struct Shown {
     begun: [CudaEvent; SLOTS],
@@ -28,6 +31,7 @@ struct Shown {
     x: [AtomicU64; SLOTS],
     has_begun: AtomicUsize, // sums since the start
     has_ended: AtomicUsize,
+    enqueued: AtomicUsize, // sums of any kind
 }
 
 /// A rank's sums beside.
@@ -60,6 +64,7 @@ impl Beside {
                 x: Default::default(),
                 has_begun: AtomicUsize::new(0),
                 has_ended: AtomicUsize::new(0),
+                enqueued: AtomicUsize::new(0),
             })
         };
         let all: Arc<[Shown]> = devices.iter().map(shown).collect::<Result<_>>()?;
@@ -129,6 +134,16 @@ impl Beside {
     fn wait_for(&self, cuda: &Cuda, sum: usize, failed: &dyn Fn() -> bool) {
         if self.all_have(|shown| &shown.has_ended, sum, failed) {
             self.all.iter().for_each(|shown| cuda.wait(&cuda.compute, &shown.ended[sum % SLOTS]));
+        }
+    }
+
+    /// Waits while this rank's thread is far ahead of another's, and counts the sum that it enqueues next. A stream that
+    /// is full stops its thread within the driver, where it may hold up a thread whose kernels would empty the stream:
+    /// the first rank's waits for the CPU in every layer, and others have all of a long pass enqueued by then.
+    pub(super) fn keep_pace(&self, failed: &dyn Fn() -> bool) {
+        let sum = self.all[self.number].enqueued.fetch_add(1, Release);
+        if let Some(least) = sum.checked_sub(AHEAD) {
+            self.all_have(|shown| &shown.enqueued, least, failed);
         }
     }
 

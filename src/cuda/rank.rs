@@ -137,6 +137,13 @@ impl Rank {
             self.of_kernels, x, numbers as i32);
     }
 
+    /// Called before each sum of a pass is enqueued: no rank's thread gets far ahead of another's.
+    pub(crate) fn keep_pace(&self) {
+        if let Some(beside) = &self.beside {
+            beside.keep_pace(&|| self.has_failed());
+        }
+    }
+
     /// Takes room for sums beside other ops of up to `numbers` numbers. Errors: `Error::Resources`.
     pub fn room_for_sums(&mut self, numbers: usize) -> Result<()> {
         self.terms = Some(DeviceBuffer::new(&self.cuda, beside::terms(numbers, self.of()))?);

@@ -17,6 +17,10 @@ impl CostModel {
     /// What kernels reach of plain reading's bandwidth.
     pub const CPU_SHARE: f64 = 0.9;
 
+    /// What kernels that write and read hidden states in RAM reach of a link's (two H100: 6.5 ms expected of a layer of
+    /// Qwen3-30B with 8,192 tokens, 7.0 measured).
+    const HOP_SHARE: f64 = 0.7;
+
     /// Seconds that the CPU takes for one of `all` experts of a layer, in the mean, for a batch of `tokens` with
     /// `top_k` each.
     pub fn cpu_seconds(&self, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> f64 {
@@ -52,37 +56,56 @@ impl CostModel {
         }
     }
 
-    /// How many of `experts`, of `bytes` each, cross this link, and then each of those of other GPUs, which carry so
-    /// many bytes in a second (0: none may cross there), so that all end together. `numbers` of hidden states go to
-    /// every other GPU that takes part, in bf16, and come back through this link, in f32.
-    pub fn divided(&self, experts: usize, bytes: usize, numbers: usize, links: &[f64]) -> Vec<usize> {
+    /// How many of `experts` in RAM, of `bytes` each, cross this link, and then each of the `others`, GPUs that hold
+    /// `held` more, so that all end together. `numbers` of hidden states go to each of those, in bf16, and come back, in
+    /// f32. `None`: it takes less time if all of them cross this link, those that others hold as well.
+    pub fn divided(
+        &self,
+        (experts, held): (usize, usize),
+        bytes: usize,
+        numbers: usize,
+        others: &[OtherLink],
+    ) -> Option<Vec<usize>> {
         let (bytes, out, back) = (bytes as f64, 2.0 * numbers as f64, 4.0 * numbers as f64);
-        let mut used: Vec<usize> = (0..links.len()).filter(|&i| links[i] > 0.0).collect();
-        loop {
-            let n = used.len() as f64;
-            let rate: f64 = used.iter().map(|&i| links[i]).sum::<f64>() + self.pcie_bytes;
-            let seconds = (experts as f64 * bytes + n * (out + back)) / rate;
-            let most = |i: usize| ((seconds * links[i] - out) / bytes).floor();
-            let mut shares = vec![0; 1 + links.len()];
+        let mut used: Vec<usize> = (0..others.len()).filter(|&i| others[i].passes).collect();
+        let shares = loop {
+            let n = others.len() as f64;
+            let rate: f64 = used.iter().map(|&i| others[i].bytes).sum::<f64>() + self.pcie_bytes;
+            let seconds = (experts as f64 * bytes + n * back + used.len() as f64 * out) / rate;
+            let mut shares = vec![0; 1 + others.len()];
             let mut left = experts.saturating_sub(1); // what is in VRAM here is multiplied with the first
             for &i in &used {
-                shares[1 + i] = (most(i).max(0.0) as usize).min(left);
+                let most = ((seconds * others[i].bytes - out) / bytes).max(0.0) as usize;
+                shares[1 + i] = most.min(left);
                 left -= shares[1 + i];
             }
             shares[0] = left + experts.min(1);
-            let idle = used.iter().position(|&i| shares[1 + i] == 0);
-            let pays = (shares[0] as f64 * bytes + n * back) < 0.85 * experts as f64 * bytes;
-            match idle {
+            match used.iter().position(|&i| shares[1 + i] == 0) {
                 Some(idle) => drop(used.remove(idle)),
-                None if pays => return shares,
-                None => {
-                    shares.fill(0);
-                    shares[0] = experts;
-                    return shares;
-                }
+                None => break shares,
             }
-        }
+        };
+        let hops = self.hop_seconds(numbers, others.iter().map(|other| other.bytes));
+        let together = shares[0] as f64 * bytes / self.pcie_bytes + hops;
+        // Products run beside copies, not beside hidden states that come and go: these must gain more.
+        (together < 0.8 * (experts + held) as f64 * bytes / self.pcie_bytes).then_some(shares)
     }
+
+    /// Seconds that `numbers` of hidden states take to other GPUs, whose links carry so many bytes in a second, and back:
+    /// one after the other over this link, beside each other over theirs.
+    pub fn hop_seconds(&self, numbers: usize, links: impl Iterator<Item = f64>) -> f64 {
+        let (count, slowest) = links.fold((0.0, f64::INFINITY), |(n, least), link| (n + 1.0, least.min(link)));
+        6.0 * numbers as f64 * (count / self.pcie_bytes + 1.0 / slowest) / Self::HOP_SHARE
+    }
+}
+
+/// The link of a GPU that holds experts for another one.
+#[derive(Clone, Copy, Debug)]
+pub struct OtherLink {
+    /// Bytes that cross it in a second.
+    pub bytes: f64,
+    /// Whether experts that nobody holds may pass through that GPU.
+    pub passes: bool,
 }
 
 #[cfg(test)]
@@ -105,13 +128,17 @@ mod tests {
     #[test]
     fn links_of_several_gpus_end_together() {
         let costs = CostModel { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 10e9 };
-        let divided = |numbers, links: &[f64]| costs.divided(100, 1_000_000, numbers, links);
-        assert_eq!(divided(0, &[10e9]), [50, 50]);
-        assert_eq!(divided(0, &[5e9, 0.0, 5e9]), [50, 25, 0, 25]);
-        // 20 MB to the other one, and 40 back: 45 and 40 MB of links for hidden states and experts.
-        assert_eq!(divided(10_000_000, &[10e9]), [40, 60]);
-        assert_eq!(divided(10_000_000, &[1e9]), [100, 0], "a slow link carries nothing");
-        assert_eq!(divided(40_000_000, &[10e9]), [100, 0], "hidden states cost more than experts save");
-        assert_eq!(divided(0, &[]), [100]);
+        let divided = |held, numbers, links: &[f64]| {
+            let other = |&bytes: &f64| OtherLink { bytes: bytes.abs(), passes: bytes > 0.0 };
+            let others: Vec<_> = links.iter().map(other).collect();
+            costs.divided((100, held), 1_000_000, numbers, &others)
+        };
+        assert_eq!(divided(1, 0, &[10e9]).unwrap(), [50, 50]);
+        assert_eq!(divided(1, 0, &[5e9, -5e9, 5e9]).unwrap(), [50, 25, 0, 25]);
+        // 2 MB to the other one, and 4 back.
+        assert_eq!(divided(0, 1_000_000, &[10e9]).unwrap(), [49, 51]);
+        assert_eq!(divided(0, 20_000_000, &[10e9]), None, "hidden states cost more than experts save");
+        assert_eq!(divided(50, 1_000_000, &[-10e9]).unwrap(), [100, 0], "what is held need not cross");
+        assert_eq!(divided(0, 1_000_000, &[-10e9]), None);
     }
 }

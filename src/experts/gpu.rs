@@ -150,7 +150,15 @@ struct Submitted {
     choices: Choices,
     cpu: bool,    // has a part of it that is added here
     shared: bool, // it has, wherever that is added
+    hops: bool,   // those that hold experts have a part
     gpu: Option<GpuPart>,
+}
+
+/// Which of a layer's experts cross for a batch.
+struct Crossings {
+    own: usize,            // of those that are not in VRAM here, the first cross this GPU's link
+    elsewhere: Vec<usize>, // the next the link of each that holds others
+    hops: bool,            // those that hold experts multiply them; else their experts cross here as well
 }
 
 /// The GPU's part of a layer.
@@ -377,16 +385,22 @@ impl GpuExperts {
         self.holders.iter().map(Holder::copied_bytes).sum()
     }
 
-    /// Of those, how many cross this GPU's link, and then those of the ones that hold experts.
-    fn crossing(&self, tokens: usize, layer: usize) -> Vec<usize> {
-        let (streamed, links) = (self.streamed(tokens, layer), self.holders.iter().map(Holder::link));
-        let all = streamed == self.pool.residency().in_ram(layer).len();
+    /// Where those cross, and those that others hold.
+    fn crossing(&self, tokens: usize, layer: usize) -> Crossings {
+        let streamed = self.streamed(tokens, layer);
+        let residency = self.pool.residency();
+        let (in_ram, held) = (residency.in_ram(layer).len(), residency.on_holders(layer).len());
         // Where the CPU has a share, or few are chosen, hidden states would take longer than experts.
-        if !all || CostModel::picks(self.experts(), tokens, self.sizes.top_k) {
-            return [streamed].into_iter().chain(links.map(|_| 0)).collect();
+        let all = in_ram > 0 && streamed == in_ram && !CostModel::picks(self.experts(), tokens, self.sizes.top_k);
+        if self.holders.is_empty() || !all {
+            return Crossings { own: streamed, elsewhere: vec![0; self.holders.len()], hops: true };
         }
         let (bytes, hidden) = (self.memory.cache().layout(layer).bytes(), self.parts.shape().hidden());
-        self.costs.divided(streamed, bytes, tokens * hidden, &links.collect::<Vec<_>>())
+        let links: Vec<_> = self.holders.iter().map(Holder::link).collect();
+        match self.costs.divided((in_ram, held), bytes, tokens * hidden, &links) {
+            Some(shares) => Crossings { own: shares[0], elsewhere: shares[1..].to_vec(), hops: true },
+            None => Crossings { own: in_ram + held, elsewhere: vec![0; links.len()], hops: false },
+        }
     }
 
     /// The experts of `layer` that cross the link of each GPU that holds others.
@@ -394,14 +408,14 @@ impl GpuExperts {
         if layer == self.pool.residency().layers() {
             return vec![Vec::new(); self.holders.len()];
         }
-        let shares = self.crossing(tokens, layer);
-        let mut rest = &self.pool.residency().in_ram(layer)[shares[0]..];
+        let Crossings { own, elsewhere, .. } = self.crossing(tokens, layer);
+        let mut rest = &self.pool.residency().not_in_vram(layer)[own..];
         let mut take = |&n: &usize| {
             let (own, others) = rest.split_at(n);
             rest = others;
             own.to_vec()
         };
-        shares[1..].iter().map(&mut take).collect()
+        elsewhere.iter().map(&mut take).collect()
     }
 
     /// Where choices of `layer` are counted.
@@ -435,7 +449,7 @@ impl GpuExperts {
 
     /// Ends the submitted layer.
     fn end(&mut self, out: &mut Tensor, sink: Sink) -> Result<()> {
-        let Some(Submitted { choices, cpu, gpu, .. }) = self.submitted.take() else {
+        let Some(Submitted { choices, cpu, gpu, hops, .. }) = self.submitted.take() else {
             panic!("`finish` comes after `submit`")
         };
         let stream = &self.cuda.compute;
@@ -452,7 +466,7 @@ impl GpuExperts {
         if let (true, Some(admissions)) = (is_last && layer > 0, admissions) {
             admissions.branch.join(&self.cuda, &self.cuda.compute);
         }
-        for holder in &self.holders {
+        for holder in self.holders.iter().filter(|_| hops) {
             holder.fetch(&self.cuda, (layer, tokens * out.cols()), out);
         }
         match (cpu, admissions) {
@@ -480,7 +494,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let (tokens, experts, resident) = (routing.tokens(), self.experts(), self.sizes.resident);
         assert_eq!(self.on_holders, self.sizes.on_holders, "experts that others are to hold are held");
         assert!(tokens <= self.sizes.tokens && self.submitted.is_none());
-        let (streamed, own) = (self.streamed(tokens, layer), self.crossing(tokens, layer)[0]);
+        let streamed = self.streamed(tokens, layer);
+        let Crossings { own, hops, .. } = self.crossing(tokens, layer);
         let shared = match self.cuda.is_rehearsing() {
             true => self.sizes.in_ram(experts) > 0, // whatever is in VRAM now: it is recorded
             false => streamed < self.pool.residency().in_ram(layer).len(),
@@ -497,7 +512,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             self.handoff.publish(&self.cuda, &input, table, experts, self.counts(layer));
         }
         let mut counted = cpu;
-        if !self.holders.is_empty() {
+        if hops && !self.holders.is_empty() {
             let elsewhere = [layer, layer + 1].map(|layer| self.crossing_elsewhere(tokens, layer));
             if elsewhere[0].iter().any(|experts| !experts.is_empty()) {
                 self.cpu.check_layer(layer)?; // a damaged expert ends the pass
@@ -528,7 +543,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             // The shared expert reads `x`, and nothing of the above, which has waited for it.
             self.cuda.promise_independent();
         }
-        self.submitted = Some(Submitted { choices: Choices::from(&input), cpu, shared, gpu });
+        self.submitted = Some(Submitted { choices: Choices::from(&input), cpu, shared, hops, gpu });
         Ok(())
     }
 
@@ -537,8 +552,9 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     }
 
     fn finish_of_rank(&mut self, backend: &CudaBackend, out: &mut Tensor, over: bool) -> Result<bool> {
+        backend.keep_pace();
         let submitted = self.submitted.as_ref().expect("`finish` comes after `submit`");
-        let Submitted { choices, cpu, shared, gpu } = *submitted;
+        let Submitted { choices, cpu, shared, hops, gpu } = *submitted;
         let alone = self.holders.is_empty();
         match gpu {
             // What nothing else is added to is summed as it is made.
@@ -552,7 +568,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
                 let is_summed = backend.sum_as_it_is_made(out, |rows| {
                     self.products.combine(stream, table, choices, rows, out.f32(), over);
                 });
-                self.submitted = Some(Submitted { choices, cpu, shared, gpu: None });
+                self.submitted = Some(Submitted { choices, cpu, shared, hops, gpu: None });
                 self.end(out, Sink::ADD)?;
                 Ok(is_summed)
             }

@@ -233,8 +233,11 @@ impl Pool {
                 self.moved.push((layer, expert as u16));
                 continue;
             }
+            // One that comes is not wanted again, nor one whose slot `make_room` has given back since the step began:
+            // whatever is wanted stays in RAM alone until it is sent.
             let missing = (layer, expert as u16);
-            if self.wanted.len() < WANTED && !self.wanted.contains(&missing) {
+            let is_away = !used.comes && self.residency.place(layer, missing.1) == Place::Ram;
+            if is_away && self.wanted.len() < WANTED && !self.wanted.contains(&missing) {
                 self.wanted.push(missing);
             }
         }
@@ -258,7 +261,8 @@ impl Pool {
         let of = |layer: usize, expert: u16| &uses[layer * *experts + expert as usize];
         wanted.retain(|&(layer, expert)| {
             let used = of(layer, expert);
-            *step - used.step <= 1 && !used.comes && residency.place(layer, expert) == Place::Ram
+            debug_assert!(!used.comes && residency.place(layer, expert) == Place::Ram);
+            *step - used.step <= 1
         });
         let value = |&(layer, expert): &(usize, u16)| {
             let used = of(layer, expert);
@@ -403,6 +407,38 @@ mod tests {
             let (hits, _) = run(slots, 100, |step, _| (0..TOP_K).map(|i| ((step / 9 + i) % EXPERTS) as i32).collect());
             assert!((0.0..=1.0).contains(&hits));
         }
+    }
+
+    /// What comes may come in any layer of any step, and slots are taken out before the last layer's choices are seen.
+    #[test]
+    fn copies_may_take_steps() {
+        let mut random = Random(7);
+        let orders = (0..LAYERS).map(|_| (0..8).collect());
+        let mut pool = Pool::new(Residency::new(orders, 4, 0), 8, &[100; LAYERS]);
+        for step in 0..5000 {
+            let mut arrived = 0;
+            for layer in 0..LAYERS {
+                // Sometimes more are in use than there are slots.
+                let (topic, wide) = (step / 50 + layer, 2 + step / 200 % 7);
+                let chosen = (0..2).map(|_| (topic + random.bits() as usize % wide) % 8);
+                let place = |id: usize| match pool.residency().place(layer, id as u16) {
+                    Place::Vram(_) => !(id as i32),
+                    Place::Ram | Place::OnHolder => id as i32,
+                };
+                let ids: Vec<i32> = chosen.map(place).collect();
+                if layer + 1 == LAYERS {
+                    pool.make_room();
+                }
+                if random.bits() % 6 == 0 {
+                    arrived = pool.on_the_way.len();
+                }
+                pool.chosen(LayerChoices { layer, ids: &ids, arrived }, |_| {});
+            }
+            pool.turn();
+            pool.arrived(arrived);
+            pool.written();
+        }
+        assert!(pool.choices().hits > 0 && pool.choices().misses > 0);
     }
 
     #[test]

@@ -79,6 +79,12 @@ impl Residency {
         &order[*in_vram..*here]
     }
 
+    /// Those, and behind them the experts that other GPUs hold.
+    pub fn not_in_vram(&self, layer: usize) -> &[u16] {
+        let Layer { order, in_vram, .. } = &self.layers[layer];
+        &order[*in_vram..]
+    }
+
     /// The experts of a layer that other GPUs hold, the most chosen first.
     pub fn on_holders(&self, layer: usize) -> &[u16] {
         let Layer { order, here, .. } = &self.layers[layer];

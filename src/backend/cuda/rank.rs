@@ -17,6 +17,13 @@ impl CudaBackend {
         self.rank.as_ref()?.within_kernels(x.rows * x.cols)
     }
 
+    /// Called before a layer's sum is enqueued.
+    pub(crate) fn keep_pace(&self) {
+        if let Some(rank) = &self.rank {
+            rank.keep_pace();
+        }
+    }
+
     /// Calls `make` with runs of rows of `x`, which ranks sum one after the other while the next are made. Returns
     /// whether they do: few rows are made at once, and not summed.
     pub(crate) fn sum_as_it_is_made(&self, x: &Tensor, mut make: impl FnMut(&Range<usize>)) -> bool {
@@ -82,6 +89,7 @@ impl Rank for CudaBackend {
     }
 
     fn linear_of_rank(&self, w: &Linear, h: &Tensor, x: &mut Tensor, over: bool) -> bool {
+        self.keep_pace();
         if let Some(sum) = self.sum_within_kernels(x).filter(|_| x.rows <= FEW_TOKENS && w.is_bf16()) {
             self.gemv(&[product(h, h.bf16(), w, x, Write::Add)], Form::Summed { sum, over });
             return true;

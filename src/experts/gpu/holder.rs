@@ -29,6 +29,7 @@ use super::{FEW_TOKENS, Sizes};
 use crate::Result;
 use crate::backend::cuda::Tensor;
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, kernels, launch};
+use crate::experts::cost::OtherLink;
 use crate::experts::mailbox::{LINE, Room, blocks};
 use crate::experts::residency::Residency;
 use crate::experts::{CpuExperts, Epilogue, ExpertShape};
@@ -74,7 +75,7 @@ pub(super) struct Holder {
     channel: Arc<Channel>,
     jobs: Option<Sender<Job>>, // `None`: it is ending
     thread: Option<JoinHandle<()>>,
-    link: f64, // bytes a second of prompts' experts that may cross; 0: none
+    link: OtherLink,
 }
 
 impl Holder {
@@ -106,12 +107,12 @@ impl Holder {
                 fail("a bug in its thread");
             }
         };
-        let link = if sizes.ring >= 2 { link } else { 0.0 };
+        let link = OtherLink { bytes: link, passes: sizes.ring >= 2 };
         Ok(Self { channel: channel_to, jobs: Some(jobs), thread: Some(std::thread::spawn(serve)), link })
     }
 
-    /// Bytes of prompts' experts that may cross its link in a second.
-    pub(super) fn link(&self) -> f64 {
+    /// What crosses its link.
+    pub(super) fn link(&self) -> OtherLink {
         self.link
     }
 

@@ -135,13 +135,13 @@ impl Residents {
         self.tables.address().add(layer * self.experts)
     }
 
-    /// A table of `layer` that is not 0 for experts in VRAM and for those that cross: the first `streamed` in RAM.
+    /// A table of `layer` that is not 0 for experts in VRAM and for those that cross: the first `streamed` others.
     pub(super) fn marks(&mut self, residency: &Residency, layer: usize, streamed: usize) -> Address<u64> {
         let to = self.marks.address().add(layer * self.experts);
         if self.marked[layer] != Some(streamed) {
             self.marked[layer] = Some(streamed);
             let mut row = vec![0u64; self.experts];
-            let crossing = &residency.in_ram(layer)[..streamed];
+            let crossing = &residency.not_in_vram(layer)[..streamed];
             residency.in_vram(layer).iter().chain(crossing).for_each(|&expert| row[expert as usize] = 1);
             self.cuda.upload(&self.cuda.compute, to, &row);
         }

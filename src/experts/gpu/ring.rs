@@ -27,9 +27,9 @@ pub(super) struct Ring {
     copied_bytes: u64, // since the start
 }
 
-/// Experts of a layer that cross together: a run of those in RAM ([`Residency::in_ram`]).
+/// Experts of a layer that cross together: a run of those that are [`not_in_vram`] here.
 ///
-/// [`Residency::in_ram`]: crate::experts::residency::Residency::in_ram
+/// [`not_in_vram`]: crate::experts::residency::Residency::not_in_vram
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct ExpertRun {
     pub(super) layer: usize,
@@ -191,7 +191,8 @@ impl GpuExperts {
         }
         let ExpertRun { layer, ranks } = part.clone();
         let with_residents = ranks.start == 0;
-        let mut experts: Vec<usize> = self.pool.residency().in_ram(layer)[ranks].iter().map(|&e| e as usize).collect();
+        let mut experts: Vec<usize> =
+            self.pool.residency().not_in_vram(layer)[ranks].iter().map(|&e| e as usize).collect();
         experts.sort_unstable();
         self.copy(half, layer, &experts, with_residents)?;
         self.ring.holds[half] = Some(part);
@@ -217,7 +218,7 @@ impl GpuExperts {
         let layer = input.layer;
         let is_last = layer + 1 == self.pool.residency().layers();
         let tokens = input.routing.tokens();
-        let of_next = if is_last { 0 } else { self.crossing(tokens, layer + 1)[0] };
+        let of_next = if is_last { 0 } else { self.crossing(tokens, layer + 1).own };
         if !is_last {
             // From the file while this layer's cross.
             let next = &self.pool.residency().in_ram(layer + 1)[..self.streamed(tokens, layer + 1)];
@@ -248,7 +249,7 @@ impl GpuExperts {
         let mut ids = Vec::new();
         input.routing.read_ids(&mut ids)?;
         let chosen: HashSet<i32> = ids.into_iter().collect();
-        let candidates = &self.pool.residency().in_ram(layer)[..streamed];
+        let candidates = &self.pool.residency().not_in_vram(layer)[..streamed];
         let mut experts: Vec<usize> =
             candidates.iter().filter(|&&e| chosen.contains(&i32::from(e))).map(|&e| e as usize).collect();
         experts.sort_unstable();

@@ -6,7 +6,7 @@ use super::plan::GpuPlan;
 use crate::Result;
 use crate::config::PrefillOn;
 use crate::cuda::{Cuda, DeviceInfo};
-use crate::experts::cost::CostModel;
+use crate::experts::cost::{CostModel, OtherLink};
 use crate::experts::pool::expected_hits;
 use crate::load::spec::Spec;
 use crate::load::speed::{CpuRates, Expected, TokenWork};
@@ -109,6 +109,7 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     let n = tokens as f64;
     // Where experts of a layer run that are not resident: seconds of PCIe, seconds of the CPU, and their number on
     // the GPU.
+    let mut hops_pay = true;
     let (crossing, cpu, streamed) = match (&rates.speeds, &work.shape, plan.sizes) {
         (Some(speeds), Some(shape), Some(sizes)) if others > 0 => {
             let layout = &shape.layouts[shape.layers() / 2]; // stands for all
@@ -119,9 +120,17 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
                 PrefillOn::Auto => speeds.streamed(others, work.num_experts, tokens, sizes.top_k, layout),
             };
             let cpu = speeds.cpu_seconds(work.num_experts, tokens, sizes.top_k, layout);
-            let links: Vec<f64> = holders().map(|(h, of)| if h.ring >= 2 { of.link_bytes } else { 0.0 }).collect();
-            let own = match streamed == others {
-                true => speeds.divided(others, layout.bytes(), tokens * spec.model.hidden_size, &links)[0],
+            let links: Vec<_> =
+                holders().map(|(h, of)| OtherLink { bytes: of.link_bytes, passes: h.ring >= 2 }).collect();
+            let numbers = tokens * spec.model.hidden_size;
+            let own = match streamed == others && !links.is_empty() {
+                true => match speeds.divided((others, sizes.on_holders), layout.bytes(), numbers, &links) {
+                    Some(shares) => shares[0],
+                    None => {
+                        hops_pay = false;
+                        others + sizes.on_holders
+                    }
+                },
                 false => streamed,
             };
             (own as f64 * work.expert_bytes() / speeds.pcie_bytes, (others - streamed) as f64 * cpu, own)
@@ -132,15 +141,21 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     let on_gpu = (resident + streamed) as f64 / all * n * top_k * work.expert_products() / rate;
     let on_others =
         holders().map(|(holder, of)| holder.experts as f64 / all * n * top_k * work.expert_products() / of.products);
-    let on_gpu = on_others.fold(on_gpu, f64::max);
+    let on_gpu = if hops_pay { on_others.fold(on_gpu, f64::max) } else { on_gpu };
     let rest = n * (work.dense_products + n / 2.0 * work.attention_products) / rate;
     // Copies run beside all of the GPU's work, the CPU only beside the experts'.
     let least = spec.model.layers.len() as f64 * PREFILL_LAYER_S;
     let summing = sums * n * 4.0 * spec.model.hidden_size as f64 / SUM_BYTES;
     // Rows go out and back through the first one's link and the holder's.
-    let first = rates.speeds.map_or(f64::INFINITY, |speeds| speeds.pcie_bytes);
-    let hops: f64 = holders().map(|(_, of)| moe_layers * n * row_bytes / of.link_bytes.min(first)).sum();
-    let prefill = (least + rest + summing + hops + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing);
+    let hops = match &rates.speeds {
+        Some(speeds) if hops_pay => {
+            speeds.hop_seconds(tokens * spec.model.hidden_size, holders().map(|(_, of)| of.link_bytes))
+        }
+        _ => 0.0,
+    };
+    // What crosses does so beside everything but hidden states.
+    let prefill =
+        (least + rest + summing + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing) + moe_layers * hops;
     Ok(Expected { decode_tok_per_s: 1.0 / decode, prefill_tok_per_s: n / prefill, prefill_tokens: tokens })
 }
 
