@@ -248,6 +248,10 @@ impl Hub {
             }
             FetchFailure::Status(status) => broken(format!("HTTP status {status}")),
             FetchFailure::Broken(what) => broken(what),
+            FetchFailure::Untrusted(what) => format!(
+                "cannot download {id} from {endpoint} ({what}): install its authority's certificate, or name a PEM \
+                 file in SSL_CERT_FILE"
+            ),
             FetchFailure::Refused(what) => format!(
                 "what {endpoint} says of {id} cannot be used ({what}): try again, check HF_ENDPOINT, or give the \
                  directory of a copy instead"

@@ -3,14 +3,17 @@
 
 mod common;
 
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Output;
 
 use common::checkpoint::{Checkpoint, files, moebius};
-use common::{fixture_dir, say_skipped};
+use common::{fixture_dir, say_skipped, tls};
 use serde_json::{Value, json};
+use tokio_rustls::rustls::{ServerConnection, StreamOwned};
 
 const TOKENS: [&str; 4] = ["MODEL", "--tokens", "1,2,3", "--logits"];
 const EXPERT: &str = "model.layers.1.mlp.experts.3.up_proj.weight";
@@ -383,6 +386,42 @@ fn a_hub_that_cannot_be_reached() {
         assert_says(&text, &["no-org/no-model", "http://127.0.0.1:1", "directory"]);
     }
     assert!(!files(cache.path()).iter().any(|name| is_unfinished(name)));
+}
+
+/// A hub on the loopback that speaks https and has no model.
+fn empty_hub() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("https://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = StreamOwned::new(ServerConnection::new(tls::config()).unwrap(), stream.unwrap());
+            // A client that does not trust the hub says nothing.
+            let mut lines = BufReader::new(&mut stream).lines();
+            if lines.find(|line| line.as_ref().map_or(true, String::is_empty)).is_some_and(|line| line.is_ok()) {
+                let _ = stream.write_all(b"HTTP/1.1 404 X\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+            }
+        }
+    });
+    endpoint
+}
+
+#[test]
+fn a_hub_is_trusted_whose_authority_the_system_trusts() {
+    let (cache, hub) = (tempfile::tempdir().unwrap(), empty_hub());
+    let asked = |authorities: Option<&Path>| {
+        let mut command = moebius(cache.path(), &["generate", "org/tiny", "x"]);
+        command.env("HF_ENDPOINT", &hub).env_remove("SSL_CERT_DIR").env_remove("SSL_CERT_FILE");
+        command.envs(authorities.map(|file| ("SSL_CERT_FILE", file)));
+        sentence(&command.output().unwrap())
+    };
+    assert_says(&asked(Some(&tls::certificate())), &[&format!("there is no org/tiny on {hub}")]);
+    // The authorities of this machine, or else those that are built in, do not know it.
+    let unknown = [&*format!("cannot download org/tiny from {hub}"), "UnknownIssuer", "a PEM file in SSL_CERT_FILE"];
+    let nowhere = cache.path().join("nowhere.pem");
+    for file in [None, Some(Path::new("/dev/null")), Some(&nowhere)] {
+        assert_says(&asked(file), &unknown);
+    }
+    assert_says(&asked(Some(&nowhere)), &[nowhere.to_str().unwrap()]);
 }
 
 #[test]
