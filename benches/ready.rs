@@ -78,7 +78,7 @@ fn main() -> Result<()> {
     }
     report["loads"] = rows.into();
     if let Some(file) = value("json") {
-        std::fs::write(&file, report.to_string()).map_err(Error::io(Path::new(&file)))?;
+        std::fs::write(&file, report.to_string()).map_err(Error::unwritable(Path::new(&file)))?;
     }
     print(&report)
 }
@@ -185,7 +185,7 @@ fn bytes_of(shape: &[usize]) -> usize {
 /// Writes shards, their index, and last the configuration.
 fn write(dir: &Path, model: &ModelConfig, config: &str) -> Result<Value> {
     let started = Instant::now();
-    std::fs::create_dir_all(dir).map_err(Error::io(dir))?;
+    std::fs::create_dir_all(dir).map_err(Error::unwritable(dir))?;
     let mut shards: Vec<Vec<(String, Vec<usize>)>> = Vec::new();
     let mut left = 0;
     for tensor in tensors(model)? {
@@ -203,7 +203,8 @@ fn write(dir: &Path, model: &ModelConfig, config: &str) -> Result<Value> {
         map.extend(shard.iter().map(|(name, _)| (name.clone(), file.clone())));
         all += write_shard(&dir.join(&file), shard, &Synthetic::of(model))?;
     }
-    let put = |name: &str, text: String| std::fs::write(dir.join(name), text).map_err(Error::io(&dir.join(name)));
+    let put =
+        |name: &str, text: String| std::fs::write(dir.join(name), text).map_err(Error::unwritable(&dir.join(name)));
     put("model.safetensors.index.json", json!({ "metadata": { "total_size": all }, "weight_map": map }).to_string())?;
     let mut config: Value = serde_json::from_str(config).expect("a shape is JSON");
     config["num_hidden_layers"] = model.layers.len().into();
@@ -223,10 +224,10 @@ fn write_shard(path: &Path, tensors: &[(String, Vec<usize>)], weights: &Syntheti
     }
     let mut header = Value::Object(header).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');
-    let file = File::create(path).map_err(Error::io(path))?;
+    let file = File::create(path).map_err(Error::unwritable(path))?;
     file.write_all_at(&(header.len() as u64).to_le_bytes(), 0)
         .and_then(|()| file.write_all_at(&header, 8))
-        .map_err(Error::io(path))?;
+        .map_err(Error::unwritable(path))?;
     tensors.par_iter().zip(places).try_for_each(|((name, shape), place)| {
         let weight = match shape[..] {
             [rows, cols] => weights.matrix(name, rows, cols)?,
@@ -236,7 +237,8 @@ fn write_shard(path: &Path, tensors: &[(String, Vec<usize>)], weights: &Syntheti
             HostTensor::Bf16 { data, .. } => data.into_owned(),
             other => other.to_f32().iter().map(|&w| bf16::from_f32(w)).collect(),
         };
-        file.write_all_at(bytemuck::cast_slice(&numbers), (8 + header.len() + place) as u64).map_err(Error::io(path))
+        file.write_all_at(bytemuck::cast_slice(&numbers), (8 + header.len() + place) as u64)
+            .map_err(Error::unwritable(path))
     })?;
     Ok(at)
 }

@@ -11,7 +11,7 @@ pub enum Error {
     /// A checkpoint or cache file is missing, broken or does not fit.
     #[error(transparent)]
     Cache(#[from] moebius_cache::Error),
-    /// A file operation failed.
+    /// A file cannot be read, or cannot be written for another reason than its owner.
     #[error("{}", moebius_cache::said_of_file(path, source))]
     Io {
         /// The file or directory.
@@ -40,9 +40,20 @@ pub enum Error {
 }
 
 impl Error {
-    /// Attaches a path to an I/O error: `.map_err(Error::io(path))`.
+    /// Attaches a path to an error of reading it: `.map_err(Error::io(path))`.
     pub fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
         let path = path.to_path_buf();
         move |source| Error::Io { path, source }
+    }
+
+    /// Attaches a path to an error of writing it: `.map_err(Error::unwritable(path))`.
+    pub fn unwritable(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
+        let path = path.to_path_buf();
+        move |source| match source.kind() {
+            std::io::ErrorKind::PermissionDenied => {
+                Error::Resources(format!("{}: {}", path.display(), moebius_cache::said_of_writing(&source)))
+            }
+            _ => Error::Io { path, source },
+        }
     }
 }

@@ -25,6 +25,7 @@ pub mod gguf;
 #[cfg(test)]
 mod tests;
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use moebius_cache::checkpoint::gguf::in_folder as find_gguf;
@@ -65,15 +66,27 @@ pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf> {
             ))),
         };
     }
+    // Also where a folder of that name may be out of our sight: `sudo -u` begins in a directory that is closed to us.
     if !is_hub_id(model) {
-        let kind = if path.extension().is_some_and(|e| e == "gguf") { "file" } else { "directory" };
-        return Err(Error::Invalid(format!(
-            "there is no {kind} {model}: a model is `{}`, a directory, a GGUF file, or a hub id such as \
-             Qwen/Qwen3-30B-A3B",
-            demo::NAME
-        )));
+        return Err(not_found(path));
     }
     Hub::from_env()?.model(model, cache_dir)
+}
+
+/// Why there is nothing at `path`, as far as this user can see.
+fn not_found(path: &Path) -> Error {
+    let model = path.display();
+    if path.try_exists().is_err_and(|e| e.kind() == ErrorKind::PermissionDenied) {
+        return Error::Invalid(format!(
+            "{model} may not be read by user {}: change the owner or mode of the folders above it",
+            moebius_cache::user_id()
+        ));
+    }
+    let kind = if path.extension().is_some_and(|e| e == "gguf") { "file" } else { "directory" };
+    Error::Invalid(format!(
+        "there is no {kind} {model}: a model is `{}`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B",
+        demo::NAME
+    ))
 }
 
 /// A checkpoint's directory as it is, or, of one that holds a GGUF model and no config.json, that which stands for it.
@@ -212,9 +225,7 @@ impl Hub {
             let place = format!("[{}/{}]", i + 1, files.len());
             fetch::fetch(&self.client, &folder, id, commit, name, &place).map_err(|e| self.explain(id, e))?;
         }
-        let kept = folder
-            .set_main(commit)
-            .map_err(|e| FetchFailure::Local(format!("the folder cannot be written ({e}): set HF_HOME to another")));
+        let kept = folder.set_main(commit).map_err(fetch::unwritable(&folder.main_ref()));
         kept.map_err(|e| self.explain(id, e))?;
         Ok(folder.snapshot(commit))
     }
@@ -237,6 +248,10 @@ impl Hub {
             }
             FetchFailure::Status(status) => broken(format!("HTTP status {status}")),
             FetchFailure::Broken(what) => broken(what),
+            FetchFailure::Untrusted(what) => format!(
+                "cannot download {id} from {endpoint} ({what}): install its authority's certificate, or name a PEM \
+                 file in SSL_CERT_FILE"
+            ),
             FetchFailure::Refused(what) => format!(
                 "what {endpoint} says of {id} cannot be used ({what}): try again, check HF_ENDPOINT, or give the \
                  directory of a copy instead"

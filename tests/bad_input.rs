@@ -3,12 +3,17 @@
 
 mod common;
 
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Output;
 
 use common::checkpoint::{Checkpoint, files, moebius};
-use common::fixture_dir;
+use common::{fixture_dir, say_skipped, tls};
 use serde_json::{Value, json};
+use tokio_rustls::rustls::{ServerConnection, StreamOwned};
 
 const TOKENS: [&str; 4] = ["MODEL", "--tokens", "1,2,3", "--logits"];
 const EXPERT: &str = "model.layers.1.mlp.experts.3.up_proj.weight";
@@ -296,8 +301,77 @@ fn places_that_cannot_be_written() {
         eprintln!("skipped: permissions do not bind this user, so a read-only folder cannot be tried");
         return;
     }
-    assert_says(&sentence(&model.run(&["generate", "MODEL", "x"])), &["cannot be written", "--cache-dir"]);
+    assert_says(&sentence(&model.run(&["generate", "MODEL", "x"])), &["may not write there", "--cache-dir"]);
     assert_says(&sentence(&model.run(&["generate", "demo", "x"])), &["--cache-dir"]);
+}
+
+/// A user whom modes of files bind: the one who runs the tests or, for root, `nobody`.
+fn bound_user() -> u32 {
+    match moebius_cache::user_id() {
+        0 => 65534,
+        user => user,
+    }
+}
+
+/// Runs the command as [`bound_user`]. `None`: root may not become that user, or that one not run what is built here.
+fn run_bound(cache: &Path, args: &[&str]) -> Option<Output> {
+    let mut command = moebius(cache, args);
+    if moebius_cache::user_id() == 0 {
+        command.uid(bound_user()).gid(bound_user());
+    }
+    command.output().ok()
+}
+
+fn set_mode(path: &Path, mode: u32) {
+    std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+}
+
+#[test]
+fn what_another_user_owns_is_told_with_the_user() {
+    let root = tempfile::tempdir().unwrap();
+    set_mode(root.path(), 0o755);
+    let place = |name: &str| root.path().join(name);
+    let [listed, closed, within, tokens, open] = ["listed", "closed", "closed/model", "tokens.json", "open"].map(place);
+    for dir in [&listed, &closed, &within, &open] {
+        std::fs::create_dir(dir).unwrap();
+    }
+    std::fs::write(&tokens, "[1]").unwrap();
+    set_mode(&listed, 0o555);
+    set_mode(&closed, 0);
+    set_mode(&tokens, 0);
+    set_mode(&open, 0o777);
+    let user = bound_user();
+    let (no_write, no_read) = (format!("user {user} may not write there"), format!("user {user} may not read it"));
+    let hidden = format!("{} may not be read by user {user}: change the owner", within.display());
+    let [listed, within, tokens] = [&listed, &within, &tokens].map(|path| path.to_str().unwrap());
+    let out = format!("{listed}/out.safetensors");
+    let model = fixture_dir("qwen3_moe");
+    let model = model.to_str().unwrap();
+    let cases: [(&[&str], &Path, [&str; 2]); 7] = [
+        (&["generate", "demo", "x"], Path::new(listed), [&no_write, "--cache-dir"]),
+        (&["cache", "build", model], Path::new(listed), [&no_write, "--cache-dir"]),
+        (&["cache", "build", model], Path::new(within), [&no_read, "--cache-dir"]),
+        (&["generate", "demo", "--tokens-file", tokens], &open, [&no_read, "change its owner"]),
+        (&["capture", "demo", "--tokens", "1", "--logits", "--out", &out], &open, [&no_write, &out]),
+        (&["generate", within, "x"], Path::new(listed), [&hidden, "folders above it"]),
+        (&["plan", within], Path::new(listed), [&hidden, "folders above it"]),
+    ];
+    let run = || {
+        for (args, cache, says) in cases {
+            assert_says(&sentence(&run_bound(cache, args)?), &says);
+        }
+        let doctor = run_bound(Path::new(listed), &["doctor"])?;
+        let text = String::from_utf8(doctor.stdout).unwrap();
+        assert_says(
+            &text,
+            &[&format!("{listed} cannot be written by user {user}: change its owner, or set --cache-dir")],
+        );
+        Some(())
+    };
+    if run().is_none() {
+        say_skipped("what_another_user_owns_is_told_with_the_user", "root may not run the command as user 65534");
+    }
+    set_mode(&closed, 0o755); // so that it can be removed
 }
 
 #[test]
@@ -312,6 +386,42 @@ fn a_hub_that_cannot_be_reached() {
         assert_says(&text, &["no-org/no-model", "http://127.0.0.1:1", "directory"]);
     }
     assert!(!files(cache.path()).iter().any(|name| is_unfinished(name)));
+}
+
+/// A hub on the loopback that speaks https and has no model.
+fn empty_hub() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("https://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = StreamOwned::new(ServerConnection::new(tls::config()).unwrap(), stream.unwrap());
+            // A client that does not trust the hub says nothing.
+            let mut lines = BufReader::new(&mut stream).lines();
+            if lines.find(|line| line.as_ref().map_or(true, String::is_empty)).is_some_and(|line| line.is_ok()) {
+                let _ = stream.write_all(b"HTTP/1.1 404 X\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+            }
+        }
+    });
+    endpoint
+}
+
+#[test]
+fn a_hub_is_trusted_whose_authority_the_system_trusts() {
+    let (cache, hub) = (tempfile::tempdir().unwrap(), empty_hub());
+    let asked = |authorities: Option<&Path>| {
+        let mut command = moebius(cache.path(), &["generate", "org/tiny", "x"]);
+        command.env("HF_ENDPOINT", &hub).env_remove("SSL_CERT_DIR").env_remove("SSL_CERT_FILE");
+        command.envs(authorities.map(|file| ("SSL_CERT_FILE", file)));
+        sentence(&command.output().unwrap())
+    };
+    assert_says(&asked(Some(&tls::certificate())), &[&format!("there is no org/tiny on {hub}")]);
+    // The authorities of this machine, or else those that are built in, do not know it.
+    let unknown = [&*format!("cannot download org/tiny from {hub}"), "UnknownIssuer", "a PEM file in SSL_CERT_FILE"];
+    let nowhere = cache.path().join("nowhere.pem");
+    for file in [None, Some(Path::new("/dev/null")), Some(&nowhere)] {
+        assert_says(&asked(file), &unknown);
+    }
+    assert_says(&asked(Some(&nowhere)), &[nowhere.to_str().unwrap()]);
 }
 
 #[test]

@@ -27,6 +27,6 @@ mod simd;
 pub mod threads;
 
 pub use checkpoint::{Checkpoint, Dtype, TensorView};
-pub use error::{Error, Result, said_of_file};
+pub use error::{Error, Result, said_of_file, said_of_writing, user_id};
 pub use format::{Contents, ExpertCache, Header};
 pub use pack::{ExpertKind, ExpertLayout, MatrixLayout, Precision, ScaleType};

@@ -27,6 +27,5 @@ pub(super) fn completions(args: &Completions, mut command: Command) -> Result<()
 }
 
 pub(super) fn manual(args: &Manual, command: Command) -> Result<()> {
-    clap_mangen::generate_to(command, &args.directory)
-        .map_err(|source| Error::Io { path: args.directory.clone(), source })
+    clap_mangen::generate_to(command, &args.directory).map_err(Error::unwritable(&args.directory))
 }

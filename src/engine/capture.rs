@@ -212,7 +212,7 @@ pub fn check_out(path: &Path) -> Result<()> {
 }
 
 impl Capture {
-    /// Writes a safetensors file, whole or not at all. Errors: `Error::Io`.
+    /// Writes a safetensors file, whole or not at all. Errors: as [`Error::unwritable`].
     pub fn write(&self, model: &ModelConfig, path: &Path) -> Result<()> {
         let t = self.tokens.len();
         let mut tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
@@ -244,7 +244,7 @@ impl Capture {
         let written = std::fs::write(&partial, bytes).and_then(|()| std::fs::rename(&partial, path));
         written.map_err(|e| {
             let _ = std::fs::remove_file(&partial);
-            Error::io(path)(e)
+            Error::unwritable(path)(e)
         })
     }
 }

@@ -79,7 +79,7 @@ impl Popularity {
         fits.then(|| Self { layers, experts, counts: rows.concat() })
     }
 
-    /// Writes it as a whole or not at all. Errors: `Error::Io`.
+    /// Writes it as a whole or not at all. Errors: as [`Error::unwritable`].
     pub fn save(&self, path: &Path) -> Result<()> {
         let mut text = String::from(HEADER);
         for row in self.counts.chunks(self.experts) {
@@ -91,7 +91,7 @@ impl Popularity {
         let written = std::fs::write(&partial, text).and_then(|()| std::fs::rename(&partial, path));
         written.map_err(|e| {
             let _ = std::fs::remove_file(&partial);
-            Error::io(path)(e)
+            Error::unwritable(path)(e)
         })
     }
 }

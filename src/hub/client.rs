@@ -1,9 +1,13 @@
 //! Requests to a hub: the token goes to the hub itself, and to no host that it redirects to.
 
+use std::sync::LazyLock;
 use std::time::Duration;
 
+use rustls_native_certs::load_native_certs;
+use tokio_rustls::rustls::{self, CertificateError};
 use ureq::http::header::{ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, CONTENT_RANGE, ETAG, LOCATION, RANGE};
 use ureq::http::{Method, Request, Response, Uri};
+use ureq::tls::{Certificate, RootCerts, TlsConfig};
 use ureq::{Agent, Body, BodyReader};
 
 use super::answer::{Announced, Commit, Listing, Tag, quoted};
@@ -28,7 +32,7 @@ enum Follow {
 
 /// One hub.
 pub(super) struct HubClient {
-    agent: Agent,
+    agent: LazyLock<Agent>, // a model that is here needs none
     endpoint: String,
     token: Option<String>,
 }
@@ -36,13 +40,7 @@ pub(super) struct HubClient {
 impl HubClient {
     /// The hub at `endpoint`, which is told `token`.
     pub(super) fn new(endpoint: &str, token: Option<String>) -> Self {
-        let config = Agent::config_builder()
-            .max_redirects(0)
-            .http_status_as_error(false)
-            .user_agent(concat!("moebius/", env!("CARGO_PKG_VERSION")))
-            .timeout_connect(Some(SILENCE))
-            .timeout_per_read(Some(SILENCE));
-        Self { agent: config.build().into(), endpoint: endpoint.trim_end_matches('/').into(), token }
+        Self { agent: LazyLock::new(agent), endpoint: endpoint.trim_end_matches('/').into(), token }
     }
 
     /// What stands before the paths.
@@ -130,7 +128,7 @@ impl HubClient {
             if let Some(start) = start {
                 request = request.header(RANGE, format!("bytes={start}-"));
             }
-            let response = self.agent.run(request.body(()).map_err(broken)?).map_err(broken)?;
+            let response = self.agent.run(request.body(()).map_err(broken)?).map_err(|e| unanswered(&at, &e))?;
             let location = match response.status().as_u16() {
                 200..=299 => return Ok(response),
                 301 | 302 | 303 | 307 | 308 => {
@@ -145,6 +143,39 @@ impl HubClient {
             at = next;
         }
         Err(FetchFailure::Refused(format!("it redirects more than {MAX_REDIRECTS} times")))
+    }
+}
+
+fn agent() -> Agent {
+    let config = Agent::config_builder()
+        .max_redirects(0)
+        .http_status_as_error(false)
+        .user_agent(concat!("moebius/", env!("CARGO_PKG_VERSION")))
+        .timeout_connect(Some(SILENCE))
+        .timeout_per_read(Some(SILENCE))
+        .tls_config(TlsConfig::builder().root_certs(roots()).build());
+    config.build().into()
+}
+
+/// The authorities that this system trusts, a company's own among them; those that are built in where it has none.
+fn roots() -> RootCerts {
+    match load_native_certs().certs {
+        none if none.is_empty() => RootCerts::WebPki,
+        certs => certs.iter().map(|der| Certificate::from_der(der).to_owned()).into(),
+    }
+}
+
+/// Why the host at `at` gave no answer.
+fn unanswered(at: &Uri, error: &ureq::Error) -> FetchFailure {
+    let ureq::Error::Io(e) = error else { return broken(error) };
+    let unknown = rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer);
+    match e.get_ref().and_then(|e| e.downcast_ref::<rustls::Error>()) == Some(&unknown) {
+        true => {
+            // SSL_CERT_FILE may name a file that cannot be read.
+            let unread: String = load_native_certs().errors.iter().map(|e| format!(", {e}")).take(1).collect();
+            FetchFailure::Untrusted(format!("{}: {unknown}{unread}", at.host().unwrap_or_default()))
+        }
+        false => broken(error),
     }
 }
 

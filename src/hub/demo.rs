@@ -31,8 +31,9 @@ pub fn materialize(cache_dir: &Path) -> Result<PathBuf> {
         }
         replace(&dir, &path, bytes).map_err(|e| {
             Error::Resources(format!(
-                "cannot write the demo model to {}: {e}; name a directory that can be written with --cache-dir",
-                dir.display()
+                "cannot write the demo model to {}: {}; name a directory that can be written with --cache-dir",
+                dir.display(),
+                moebius_cache::said_of_writing(&e)
             ))
         })?;
     }

@@ -13,6 +13,8 @@ pub(super) enum FetchFailure {
     Refused(String),
     /// The connection broke: another attempt may go further.
     Broken(String),
+    /// No authority that is trusted here knows the host: which one, and why.
+    Untrusted(String),
     /// Another process has this lock.
     Locked(PathBuf),
     /// This machine cannot keep the file: why, and what helps.

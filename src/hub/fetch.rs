@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use moebius_cache::convert::free_bytes;
+use moebius_cache::user_id;
 use ring::digest::Context;
 
 use super::answer::{Announced, Commit};
@@ -179,14 +180,18 @@ fn lock(path: PathBuf) -> Result<File> {
     Err(FetchFailure::Locked(path))
 }
 
-fn unwritable(path: &Path) -> impl Fn(std::io::Error) -> FetchFailure {
+/// `.map_err(unwritable(path))`: a file of the local copy could not be written.
+pub(super) fn unwritable(path: &Path) -> impl Fn(std::io::Error) -> FetchFailure {
     let dir = path.parent().unwrap_or(path).to_path_buf();
     move |e| {
         let remedy = match e.kind() {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-                "make room, or set HF_HOME to a folder on another disk"
+                "make room, or set HF_HOME to a folder on another disk".into()
             }
-            _ => "check the folder, or set HF_HOME to one that can be written",
+            ErrorKind::PermissionDenied => {
+                format!("change its owner to user {}, or set HF_HOME to a folder that can be written", user_id())
+            }
+            _ => "check the folder, or set HF_HOME to one that can be written".into(),
         };
         FetchFailure::Local(format!("{} cannot be written ({e}): {remedy}", dir.display()))
     }
@@ -196,4 +201,19 @@ fn unwritable(path: &Path) -> impl Fn(std::io::Error) -> FetchFailure {
 fn bar(message: String) -> ProgressBar {
     let style = ProgressStyle::with_template("{msg} {wide_bar:.dim} {bytes}/{total_bytes} {bytes_per_sec} {eta}");
     ProgressBar::new(0).with_style(style.expect("the template is a constant")).with_message(message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_of_another_user_names_this_one() {
+        let FetchFailure::Local(said) = unwritable(Path::new("/hf/blobs/a"))(ErrorKind::PermissionDenied.into()) else {
+            unreachable!("it is a failure of this machine")
+        };
+        let remedy =
+            format!(": change its owner to user {}, or set HF_HOME to a folder that can be written", user_id());
+        assert!(said.starts_with("/hf/blobs cannot be written (") && said.ends_with(&remedy), "{said}");
+    }
 }

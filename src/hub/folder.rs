@@ -33,15 +33,19 @@ impl Folder {
 
     /// The snapshot of the main branch as it was when it was last downloaded.
     pub(super) fn main(&self) -> Option<PathBuf> {
-        let commit = std::fs::read_to_string(self.0.join("refs/main")).ok()?;
+        let commit = std::fs::read_to_string(self.main_ref()).ok()?;
         Some(self.snapshot(&Commit::parse(commit.trim())?))
+    }
+
+    /// The file that names the commit of the main branch.
+    pub(super) fn main_ref(&self) -> PathBuf {
+        self.0.join("refs/main")
     }
 
     /// From now on `commit` is the main branch.
     pub(super) fn set_main(&self, commit: &Commit) -> Result<()> {
-        let refs = self.0.join("refs");
-        std::fs::create_dir_all(&refs)?;
-        std::fs::write(refs.join("main"), commit.as_str())
+        std::fs::create_dir_all(self.0.join("refs"))?;
+        std::fs::write(self.main_ref(), commit.as_str())
     }
 
     /// Makes the content with `tag` the file `name` of `commit`.

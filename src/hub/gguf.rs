@@ -48,9 +48,10 @@ pub fn materialize(path: &Path, cache_dir: &Path) -> Result<PathBuf> {
     texts.push(("config.json", config.to_string()));
     write(&dir, &files, &texts).map_err(|e| {
         Error::Resources(format!(
-            "cannot write what {} says of itself to {}: {e}; name another directory with --cache-dir",
+            "cannot write what {} says of itself to {}: {}; name another directory with --cache-dir",
             files[0].display(),
-            dir.display()
+            dir.display(),
+            moebius_cache::said_of_writing(&e)
         ))
     })?;
     Ok(dir)

@@ -1,19 +1,14 @@
 //! The command: against our own server, over TLS, stopped in the middle, and when nothing works.
 
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tokio_rustls::TlsAcceptor;
-use tokio_rustls::rustls::ServerConfig;
-use tokio_rustls::rustls::crypto::ring;
-use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 use crate::fake::{Fake, Reply, chat};
+use crate::tls;
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_moebius"));
@@ -129,23 +124,10 @@ fn our_own_server_gives_what_is_asked() {
     assert!(failure(&["--url", url, "--model", "other"]).contains("--model"));
 }
 
-/// A self-signed certificate for 127.0.0.1, valid until 2126, that is no authority: `openssl req -x509 -addext
-/// basicConstraints=CA:FALSE`.
-fn tls() -> (TlsAcceptor, PathBuf) {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls");
-    let certificate = CertificateDer::from_pem_file(dir.join("cert.pem")).unwrap();
-    let key = PrivateKeyDer::from_pem_file(dir.join("key.pem")).unwrap();
-    let builder = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .unwrap();
-    let config = builder.with_no_client_auth().with_single_cert(vec![certificate], key).unwrap();
-    (TlsAcceptor::from(Arc::new(config)), dir.join("cert.pem"))
-}
-
 #[test]
 fn https_is_spoken_to_servers_that_are_trusted() {
-    let (acceptor, certificate) = tls();
-    let server = Fake::with_tls(Some(acceptor), |body, _| Reply::Events(chat(body, 5, 1)));
+    let certificate = tls::certificate();
+    let server = Fake::with_tls(Some(tls::config().into()), |body, _| Reply::Events(chat(body, 5, 1)));
     let url = format!("https://{}/v1", server.address);
     let args = ["--url", &url, "--concurrency", "2", "--requests", "4", "--output-tokens", "4", "--json"];
     let output = command(&args).env("SSL_CERT_FILE", &certificate).output().unwrap();

@@ -3,6 +3,8 @@
 
 mod command;
 mod fake;
+#[path = "../common/tls.rs"]
+mod tls;
 
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;

@@ -8,6 +8,7 @@ pub mod gpu;
 pub mod group;
 pub mod served;
 pub mod small;
+pub mod tls;
 
 use std::env::var_os;
 use std::io::Write;

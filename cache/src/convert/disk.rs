@@ -10,17 +10,19 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::cut::Listed;
-use crate::error::readable_bytes;
+use crate::error::{may_not_read, readable_bytes, said_of_writing};
 use crate::{Error, Result, file};
 
 /// `.map_err(unwritable(path))`: an error of a file in the cache folder.
 pub(super) fn unwritable(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
     let path = path.to_path_buf();
-    move |e| match e.kind() {
-        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
-            Error::CacheDir { path, what: "cannot be written".into() }
-        }
-        _ => Error::CacheDir { path, what: format!("cannot be written ({e})") },
+    move |e| {
+        let what = match e.kind() {
+            ErrorKind::PermissionDenied => said_of_writing(&e),
+            ErrorKind::ReadOnlyFilesystem => "cannot be written".into(),
+            _ => format!("cannot be written ({e})"),
+        };
+        Error::CacheDir { path, what }
     }
 }
 
@@ -42,6 +44,9 @@ pub(super) fn inodes(dir: &Path) -> Result<Vec<(PathBuf, Option<u64>)>> {
 pub(super) fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(dir) {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) if e.kind() == ErrorKind::PermissionDenied => {
+            return Err(Error::CacheDir { path: dir.into(), what: may_not_read() });
+        }
         entries => entries.map_err(unwritable(dir))?,
     };
     let mut files: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
@@ -197,4 +202,17 @@ pub(super) fn publish(file: &File, from: &Path, to: &Path) -> Result<()> {
     std::fs::rename(from, to).map_err(unwritable(to))?;
     let dir = to.parent().unwrap_or(to);
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(unwritable(dir))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_of_another_user_names_this_one() {
+        let said = unwritable(Path::new("/c/a.lock"))(ErrorKind::PermissionDenied.into()).to_string();
+        let user = crate::user_id();
+        let remedy = "change the folder's owner; choose another folder with --cache-dir";
+        assert_eq!(said, format!("/c/a.lock: user {user} may not write there: {remedy}"));
+    }
 }

@@ -2,6 +2,7 @@
 
 mod gpu;
 
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -27,7 +28,7 @@ pub struct Finding {
     pub name: &'static str,
     /// What was found.
     pub value: String,
-    /// If it costs speed: the cost and the remedy in one sentence.
+    /// If it costs speed, or keeps models from being packed: the cost and the remedy in one sentence.
     pub cost: Option<String>,
 }
 
@@ -200,13 +201,27 @@ fn mapped(dir: &Path) -> Finding {
     }
 }
 
+/// The room for caches, and whether this user may make one.
 fn disk(dir: &Path) -> Finding {
     let existing = dir.ancestors().find(|d| d.exists()).unwrap_or(Path::new("/"));
     let value = match moebius_cache::convert::free_bytes(existing) {
         Some(bytes) => format!("{} free for {}", gib(bytes), dir.display()),
         None => format!("unknown for {}", dir.display()),
     };
-    finding("disk", value, None)
+    // Only trying tells: modes, owners, mounts and user namespaces all have a say.
+    let refused = tempfile::tempfile_in(existing).err().map(|e| unwritable(existing, e.kind()));
+    finding("disk", value, refused.as_deref())
+}
+
+fn unwritable(dir: &Path, why: ErrorKind) -> String {
+    let dir = dir.display();
+    match why {
+        ErrorKind::PermissionDenied => {
+            let user = moebius_cache::user_id();
+            format!("{dir} cannot be written by user {user}: change its owner, or set --cache-dir")
+        }
+        why => format!("{dir} cannot be written ({why}): set --cache-dir"),
+    }
 }
 
 #[cfg(test)]
@@ -235,6 +250,17 @@ mod tests {
         assert!(cost("huge pages").contains("madvise"));
         assert!(cost("control group").contains("raise"));
         assert!(neighbours(Path::new("/nonexistent")).cost.unwrap().contains("taskset"));
+    }
+
+    #[test]
+    fn a_cache_folder_must_be_writable() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(disk(&dir.path().join("not/yet")).cost, None);
+        let user = moebius_cache::user_id();
+        let denied = unwritable(Path::new("/c"), ErrorKind::PermissionDenied);
+        assert_eq!(denied, format!("/c cannot be written by user {user}: change its owner, or set --cache-dir"));
+        // A file system that takes no files, whoever asks.
+        assert!(disk(Path::new("/proc/self")).cost.unwrap().starts_with("/proc/self cannot be written"));
     }
 
     #[test]

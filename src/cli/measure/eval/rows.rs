@@ -16,10 +16,10 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Room for `rows` of them in `dir`. Errors: the disk has less room.
+    /// Room for `rows` of them in `dir`. Errors: the disk has less room, or the folder cannot be written.
     pub fn new(dir: &Path, rows: usize, vocab: usize) -> Result<Self> {
         let needed = (rows * vocab * size_of::<f32>()) as u64;
-        std::fs::create_dir_all(dir).map_err(Error::io(dir))?;
+        std::fs::create_dir_all(dir).map_err(Error::unwritable(dir))?;
         if let Some(free) = free_bytes(dir).filter(|&free| free < needed) {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
             return Err(Error::Resources(format!(
@@ -30,12 +30,16 @@ impl Rows {
                 mib(needed)
             )));
         }
-        Ok(Self { file: tempfile::tempfile_in(dir).map_err(Error::io(dir))?, dir: dir.into(), part: Vec::new() })
+        Ok(Self {
+            file: tempfile::tempfile_in(dir).map_err(Error::unwritable(dir))?,
+            dir: dir.into(),
+            part: Vec::new(),
+        })
     }
 
     /// Adds rows.
     pub fn write(&mut self, rows: &[f32]) -> Result<()> {
-        self.file.write_all(bytemuck::cast_slice(rows)).map_err(Error::io(&self.dir))
+        self.file.write_all(bytemuck::cast_slice(rows)).map_err(Error::unwritable(&self.dir))
     }
 
     /// Goes back to the first row.
