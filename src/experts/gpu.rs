@@ -557,8 +557,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let Submitted { choices, cpu, shared, hops, gpu } = *submitted;
         let alone = self.holders.is_empty();
         match gpu {
-            // What nothing else is added to is summed as it is made.
-            Some(GpuPart::Few { .. }) if !cpu && alone => {
+            // What nothing else is added to is summed as it is made, by the same kernels on all ranks.
+            Some(GpuPart::Few { .. }) if !shared && alone => {
                 let sum = backend.sum_within_kernels(out);
                 self.end(out, Sink { over, sum: sum.unwrap_or(ALONE) })?;
                 Ok(sum.is_some())
