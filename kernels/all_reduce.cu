@@ -9,8 +9,9 @@
 //   gather_columns    the ranks' columns of a row side by side, up to FEW_NUMBERS of each: rank_sum.cuh
 //   place_columns     more: a rank's columns among zeros, so that a sum brings those of all ranks together
 //
-// x is in memory that all ranks reach. A block of all_reduce_many waits for those of its own number alone, and ends only
-// when the others are done; its stamps count its launches on this rank; all ranks launch the same ones in the same order.
+// x is in memory that all ranks reach. A block of all_reduce_many waits for those of its own number alone, and ends
+// only when the others are done; its stamps count its launches on this rank; all ranks launch the same ones in the same
+// order.
 //
 //   grid (blocks), unless said
 #include "rank_sum.cuh"

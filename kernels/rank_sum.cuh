@@ -26,8 +26,8 @@ __device__ __forceinline__ bool stopped(const uint32_t* stop, int& spins) {
     return ++spins % STOP_SPINS == 0 && load_acquire_system(stop) != 0;
 }
 
-// Calls use(rank, number) with all ranks' number i < FEW_NUMBERS, in the order of ranks. All threads of a block call it,
-// those without a number with `has` false.
+// Calls use(rank, number) with all ranks' number i < FEW_NUMBERS, in the order of ranks. All threads of a block call
+// it, those without a number with `has` false.
 template <class Use>
 __device__ __forceinline__ void numbers_of_ranks(const RankSum& s, int i, float own, bool has, Use use) {
     uint32_t stamp = 0;

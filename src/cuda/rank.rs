@@ -71,7 +71,8 @@ impl Rank {
         let mut all = [Address::NULL; MAX_RANKS];
         all.iter_mut().zip(&inboxes).for_each(|(to, inbox)| *to = inbox.address());
         let beside = Beside::of_devices(devices)?;
-        let rank = |(((number, cuda), inbox), beside): (((usize, &Arc<Cuda>), DeviceBuffer<u8>), Beside)| {
+        let parts = devices.iter().zip(inboxes).zip(beside).enumerate();
+        let rank = |(number, ((cuda, inbox), beside)): (usize, ((&Arc<Cuda>, _), _))| {
             cuda.enter_thread()?;
             let (stamps, stop) = (DeviceBuffer::zeros(cuda, STAMPS)?, stop.clone());
             let of_kernels = RankSum {
@@ -81,17 +82,10 @@ impl Rank {
                 rank: number as i32,
                 ranks: devices.len() as i32,
             };
-            Ok(Self {
-                cuda: cuda.clone(),
-                of_kernels,
-                _inbox: inbox,
-                _stamps: stamps,
-                beside: Some(beside),
-                terms: None,
-                stop,
-            })
+            let cuda = cuda.clone();
+            Ok(Self { cuda, of_kernels, _inbox: inbox, _stamps: stamps, beside: Some(beside), terms: None, stop })
         };
-        let ranks = devices.iter().enumerate().zip(inboxes).zip(beside).map(rank).collect::<Result<Vec<_>>>()?;
+        let ranks = parts.map(rank).collect::<Result<Vec<_>>>()?;
         test(&ranks)?;
         devices[0].enter_thread()?;
         Ok(ranks)
