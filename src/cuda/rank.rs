@@ -114,7 +114,7 @@ impl Rank {
         self.of_kernels.ranks as usize
     }
 
-    /// What a kernel is told that sums `numbers` numbers of its own over all ranks; `None`: they are too many for that.
+    /// What a kernel is told that sums `numbers` numbers of its own over all ranks; `None`: they are too many.
     pub(crate) fn within_kernels(&self, numbers: usize) -> Option<RankSum> {
         (numbers <= FEW_NUMBERS).then_some(self.of_kernels)
     }

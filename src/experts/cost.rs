@@ -56,9 +56,9 @@ impl CostModel {
         }
     }
 
-    /// How many of `experts` in RAM, of `bytes` each, cross this link, and then each of the `others`, GPUs that hold
-    /// `held` more, so that all end together. `numbers` of hidden states go to each of those, in bf16, and come back, in
-    /// f32. `None`: it takes less time if all of them cross this link, those that others hold as well.
+    /// How many of `experts` in RAM, of `bytes` each, cross this link, and then that of each of the `others`, GPUs that
+    /// hold `held` more, so that all end together. `numbers` of hidden states go to each of those, in bf16, and come
+    /// back, in f32. `None`: it takes less time if all cross this link, those that others hold as well.
     pub fn divided(
         &self,
         (experts, held): (usize, usize),
@@ -91,8 +91,8 @@ impl CostModel {
         (together < 0.8 * (experts + held) as f64 * bytes / self.pcie_bytes).then_some(shares)
     }
 
-    /// Seconds that `numbers` of hidden states take to other GPUs, whose links carry so many bytes in a second, and back:
-    /// one after the other over this link, beside each other over theirs.
+    /// Seconds that `numbers` of hidden states take to other GPUs, whose links carry so many bytes in a second, and
+    /// back: one after the other over this link, beside each other over theirs.
     pub fn hop_seconds(&self, numbers: usize, links: impl Iterator<Item = f64>) -> f64 {
         let (count, slowest) = links.fold((0.0, f64::INFINITY), |(n, least), link| (n + 1.0, least.min(link)));
         6.0 * numbers as f64 * (count / self.pcie_bytes + 1.0 / slowest) / Self::HOP_SHARE

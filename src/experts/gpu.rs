@@ -271,8 +271,8 @@ impl GpuExperts {
         Ok(rank)
     }
 
-    /// Gives `on` so many of the experts that others are to hold, the most chosen first, before anything runs. Others of
-    /// prompts may pass through a ring there, over a link of so many bytes a second. Errors: as
+    /// Gives `on` so many of the experts that others are to hold, the most chosen first, before anything runs. Others
+    /// may pass through a ring there in prompts, over a link of so many bytes a second. Errors: as
     /// [`new`](GpuExperts::new).
     pub fn hold(&mut self, on: Arc<Cuda>, experts: usize, (ring, link): (usize, f64)) -> Result<()> {
         let from = self.on_holders;

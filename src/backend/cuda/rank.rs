@@ -43,7 +43,7 @@ impl CudaBackend {
         true
     }
 
-    /// Calls `use_rows` with runs of rows of `x` as soon as they are whole: all rows, where no sum of them is under way.
+    /// Calls `use_rows` with runs of rows of `x` as soon as they are whole: with all where no sum of them is under way.
     pub(super) fn as_it_comes(&self, x: &Tensor, mut use_rows: impl FnMut(&Range<usize>)) {
         let of_x = |(of, _): &mut (u64, Range<usize>)| *of == x.f32().to_u64();
         let runs: Vec<_> = match &self.rank {

@@ -155,8 +155,8 @@ impl Products {
             intermediate as i32, kernels.down_at, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
     }
 
-    /// Adds `y` of some tokens, weighted, to `out`, of the experts that are not 0 in `table`, or puts it `over` what was
-    /// there.
+    /// Adds `y` of some tokens, weighted, to `out`, of the experts that are not 0 in `table`, or puts it `over` what
+    /// was there.
     pub(super) fn combine(
         &self,
         stream: &CudaStream,
