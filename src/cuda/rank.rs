@@ -123,7 +123,8 @@ impl Rank {
     pub fn all_reduce(&self, x: Address<f32>, numbers: usize) {
         let (cuda, stream) = (&self.cuda, &self.cuda.compute);
         if let Some(sum) = self.within_kernels(numbers) {
-            launch!(cuda, stream, kernels::all_reduce, [numbers.div_ceil(REDUCE_THREADS), 1, 1]; sum, x, numbers as i32);
+            launch!(cuda, stream, kernels::all_reduce, [numbers.div_ceil(REDUCE_THREADS), 1, 1];
+                sum, x, numbers as i32);
             return;
         }
         let of_a_rank = (numbers / 4).div_ceil(self.of());
