@@ -137,8 +137,8 @@ impl Beside {
         }
     }
 
-    /// Waits while this rank's thread is far ahead of another's, and counts the sum that it enqueues next. A stream that
-    /// is full stops its thread within the driver, where it may hold up one whose kernels would empty the stream:
+    /// Waits while this rank's thread is far ahead of another's, and counts the sum that it enqueues next. A stream
+    /// that is full stops its thread within the driver, where it may hold up one whose kernels would empty the stream:
     /// the first rank's waits for the CPU in every layer, and others have all of a long pass enqueued by then.
     pub(super) fn keep_pace(&self, failed: &dyn Fn() -> bool) {
         let sum = self.all[self.number].enqueued.fetch_add(1, Release);
