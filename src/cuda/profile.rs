@@ -28,6 +28,11 @@ impl Cuda {
         Ok(())
     }
 
+    /// Whether kernels are marked.
+    pub(super) fn is_profiling(&self) -> bool {
+        self.marks().is_some()
+    }
+
     fn marks(&self) -> std::sync::MutexGuard<'_, Option<Marks>> {
         self.marks.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -28,7 +28,8 @@ impl CudaBackend {
     /// whether they do: few rows are made at once, and not summed.
     pub(crate) fn sum_as_it_is_made(&self, x: &Tensor, mut make: impl FnMut(&Range<usize>)) -> bool {
         let least = if self.cuda.info.is_emulated() { 2 } else { LEAST_RUN };
-        let rank = self.rank.as_ref().filter(|rank| x.rows >= RUNS * least && rank.has_room_for_sums());
+        let fits = |rank: &&crate::cuda::Rank| rank.of() <= MOST_RANKS && x.rows >= RUNS * least;
+        let rank = self.rank.as_ref().filter(fits).filter(|rank| rank.has_room_for_sums());
         let Some(rank) = rank else {
             make(&(0..x.rows));
             return false;
@@ -63,6 +64,8 @@ impl CudaBackend {
 /// Runs that many rows are made and summed in, and of which each is a multiple of so many rows.
 const RUNS: usize = 2;
 const RUN_STEP: usize = 64;
+/// Ranks up to which copies of their parts, one behind the other, take less time than kernels that read all at once.
+const MOST_RANKS: usize = 2;
 /// Rows of a run for which products are as fast as for more.
 const LEAST_RUN: usize = 1024;
 

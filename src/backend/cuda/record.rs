@@ -102,6 +102,10 @@ impl Record for CudaBackend {
                 graphs.insert(shape, Recorded::Warm);
                 return Ok(false);
             }
+            Some(Recorded::Warm) if self.cuda.cannot_record() => {
+                self.cuda.rehearse(record)?;
+                return Ok(false);
+            }
             Some(Recorded::Warm) => {
                 let graph = Graph::record(&self.cuda, record)?;
                 graphs.insert(shape, Recorded::Graph(graph));

@@ -109,6 +109,7 @@ impl Handoff {
         experts: usize,
         used: Address<u32>,
     ) {
+        cuda.say_host_waits();
         publish(cuda, &self.outbox, input, (table, experts), used);
     }
 
