@@ -105,7 +105,6 @@ pub struct Cuda {
     recording: AtomicBool,
     rehearsing: AtomicBool,
     independent: AtomicBool,
-    waits_for_host: AtomicBool,
     marks: Mutex<Option<profile::Marks>>,
     /// Nothing is done, only counted: there need be no device.
     planned: bool,
@@ -286,7 +285,6 @@ impl Cuda {
             recording: AtomicBool::new(false),
             rehearsing: AtomicBool::new(false),
             independent: AtomicBool::new(false),
-            waits_for_host: AtomicBool::new(false),
             marks: Mutex::default(),
             planned: false,
             failed: Mutex::new(None),
@@ -316,7 +314,6 @@ impl Cuda {
             recording: AtomicBool::new(false),
             rehearsing: AtomicBool::new(false),
             independent: AtomicBool::new(false),
-            waits_for_host: AtomicBool::new(false),
             marks: Mutex::default(),
             planned: true,
             failed: Mutex::new(None),
@@ -391,17 +388,6 @@ impl Cuda {
     /// Whether ops are being recorded, or will be.
     pub(crate) fn is_rehearsing(&self) -> bool {
         self.is_recording() || self.rehearsing.load(Relaxed)
-    }
-
-    /// Says that a pass waits for what the host does after it has launched it.
-    pub(crate) fn say_host_waits(&self) {
-        self.waits_for_host.store(true, Relaxed);
-    }
-
-    /// Whether a recording of timed ops cannot be launched: with a mark in front of each kernel it is so long that the
-    /// launch does not return before the first of them have ended, and these may wait for the host.
-    pub(crate) fn cannot_record(&self) -> bool {
-        self.waits_for_host.load(Relaxed) && self.is_profiling()
     }
 
     /// Promises that the next kernel neither reads nor writes what the last one reads or writes: they may run at the

@@ -48,8 +48,7 @@ The flags and their meaning here:
 With tensor parallelism the first rank computes Moebius's experts for all. With ``--kt-divide-experts 1`` and
 ``--tp-size N`` in one machine, every GPU computes its part of their width: those of prompts cross N links, and the
 pools of N GPUs hold N times as many. The first rank's process still computes the CPU's experts for all, with all cores.
-It does not apply to expert parallelism, attention that is data parallel, or several machines. See :func:`place`. It has
-run on emulated GPUs only.
+It does not apply to expert parallelism, attention that is data parallel, or several machines. See :func:`place`.
 
 Draft models compute their own experts on the GPU. Rows that pad a CUDA graph are no tokens to the CPU.
 

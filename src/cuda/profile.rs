@@ -29,7 +29,7 @@ impl Cuda {
     }
 
     /// Whether kernels are marked.
-    pub(super) fn is_profiling(&self) -> bool {
+    pub(crate) fn is_profiling(&self) -> bool {
         self.marks().is_some()
     }
 

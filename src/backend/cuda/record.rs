@@ -102,7 +102,9 @@ impl Record for CudaBackend {
                 graphs.insert(shape, Recorded::Warm);
                 return Ok(false);
             }
-            Some(Recorded::Warm) if self.cuda.cannot_record() => {
+            // With a mark in front of each kernel a recording of a deep model may be so long that its launch does not
+            // return before the first kernels have ended, and these wait for another device's.
+            Some(Recorded::Warm) if self.rank.is_some() && self.cuda.is_profiling() => {
                 self.cuda.rehearse(record)?;
                 return Ok(false);
             }

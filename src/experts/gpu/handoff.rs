@@ -109,7 +109,6 @@ impl Handoff {
         experts: usize,
         used: Address<u32>,
     ) {
-        cuda.say_host_waits();
         publish(cuda, &self.outbox, input, (table, experts), used);
     }
 
