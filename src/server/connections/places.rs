@@ -148,7 +148,8 @@ impl ConnectionPlace {
     pub(super) fn begins(&self, has_body: bool) -> bool {
         self.update(|connection| {
             connection.activity = if has_body { Activity::Body } else { Activity::Answer };
-            connection.since = has_body.then(Instant::now);
+            // Its first bytes may still be on their way: it would lose to heads, which are given that time.
+            connection.since = has_body.then(|| Instant::now() + HEAD_TIME);
         })
     }
 
@@ -161,7 +162,10 @@ impl ConnectionPlace {
     pub(super) fn reads(&self, bytes: usize) {
         self.update(|connection| {
             if connection.activity == Activity::Body {
-                connection.since = connection.since.map(|since| Instant::now().min(since + worth(bytes)));
+                let now = Instant::now();
+                // From the first bytes on, the time counts that they took.
+                let begun = |since: Instant| if since > now { since - HEAD_TIME } else { since };
+                connection.since = connection.since.map(|since| now.min(begun(since) + worth(bytes)));
             }
         });
     }

@@ -152,6 +152,20 @@ fn a_crowd_gives_way_to_others_and_takes_nobody_elses_place() {
     );
 }
 
+/// Head and body of a request may come apart, while others connect again and again.
+#[test]
+fn a_body_on_its_way_does_not_lose_to_heads() {
+    let places = Arc::new(ConnectionPlaces::new(2));
+    let [mut asking, mut silent] = [1, 2].map(|n| Client::enter(&places, host(n)));
+    asking.place.begins(true);
+    let mut another = Client::enter(&places, host(3));
+    assert!(silent.has_ended() && !asking.has_ended());
+    asking.place.reads(100);
+    asking.place.has_read();
+    Client::enter(&places, host(4));
+    assert!(another.has_ended() && !asking.has_ended());
+}
+
 #[test]
 fn a_body_that_comes_is_no_wait_and_one_that_trickles_is() {
     let places = Arc::new(ConnectionPlaces::new(2));
