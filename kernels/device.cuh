@@ -24,6 +24,16 @@ __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t 
     return d;
 }
 
+// A half of a word in both halves, of which instructions on pairs need no copy.
+template <int HALF> __device__ __forceinline__ uint32_t twice(uint32_t x) {
+    uint32_t d;
+    if constexpr (HALF == 0)
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(d) : "r"(x));
+    else
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(d) : "r"(x));
+    return d;
+}
+
 // An f16 number, of its bits; subnormal ones, too.
 __device__ __forceinline__ float f16_value(uint16_t bits) {
     float x;
@@ -235,6 +245,10 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
         "r"(parity)
         : "memory");
 }
+// Arrives when all asynchronous copies that this thread has begun have come.
+__device__ __forceinline__ void copy_async_arrive(uint64_t* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 // Copies a box of a tensor of three dimensions, the innermost coordinate first.
 __device__ __forceinline__ void tensor_copy(
     void* shared, const TensorMap* map, uint64_t* barrier, int c0, int c1, int c2) {
@@ -280,7 +294,7 @@ template <int C> __device__ __forceinline__ void wgmma_landed(float (&d)[C][4]) 
 #define WGMMA_D48 WGMMA_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_D64 WGMMA_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA_D80 WGMMA_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define WGMMA_D96 WGMMA_D80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_D88 WGMMA_D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define WGMMA_D128                                                                                                     \
     WGMMA_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                     \
               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                       \
@@ -324,8 +338,7 @@ template <int C> __device__ __forceinline__ void wgmma_columns(float (&d)[C][4],
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
-    static_assert(
-        N <= 8 * C && (N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 160 || N == 192), "columns");
+    static_assert(N <= 8 * C && (N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 176), "columns");
     if constexpr (N == 32)
         asm volatile(WGMMA(32, WGMMA_D16, "{%16, %17, %18, %19}", "%20", "1, 1, 1, 0")
             : WGMMA_SUMS_4(0)
@@ -346,13 +359,9 @@ template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], 
         asm volatile(WGMMA(128, WGMMA_D64, "{%64, %65, %66, %67}", "%68", "1, 1, 1, 0")
             : WGMMA_SUMS_16(0)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    else if constexpr (N == 160)
-        asm volatile(WGMMA(160, WGMMA_D80, "{%80, %81, %82, %83}", "%84", "1, 1, 1, 0")
-            : WGMMA_SUMS_16(0), WGMMA_SUMS_4(16)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    else if constexpr (N == 192)
-        asm volatile(WGMMA(192, WGMMA_D96, "{%96, %97, %98, %99}", "%100", "1, 1, 1, 0")
-            : WGMMA_SUMS_16(0), WGMMA_SUMS_8(16)
+    else if constexpr (N == 176)
+        asm volatile(WGMMA(176, WGMMA_D88, "{%88, %89, %90, %91}", "%92", "1, 1, 1, 0")
+            : WGMMA_SUMS_16(0), WGMMA_SUMS_4(16), WGMMA_SUMS_2(20)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #endif

@@ -10,12 +10,12 @@
 // cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert, in which down begins `down_at`
 // bytes on.
 //
-// Grouped kernels are named by the row of PACKED_SPANS (packed_tile.cuh) and the tile: int4_g64_t{8|16|32|64|128|192}.
+// Grouped kernels are named by the row of PACKED_SPANS (packed_tile.cuh) and the tile: int4_g64_t{8|16|32|64|128}.
 // The tile is the tile_tokens given to experts_sort. Any is correct for any number of tokens; choose it by the pairs of
 // an expert on average, tokens * top_k / num_experts:
-//   tile         8        16       32       64       128      192
-//   on Hopper    to 5     to 14    to 24    to 112   more     more, of the formats that have it
-//   otherwise    to 5     to 12    to 40    to 160   more     -
+//   tile         8        16       32       64       128
+//   on Hopper    to 5     to 14    to 24    to 112   more      or experts_wgmma.cu, of the formats that it has
+//   otherwise    to 5     to 12    to 40    to 160   more
 //
 //   experts_gate_up_{...}   grid (ceil(ceil(rows of gate / TILE_ROWS) / (BLOCK_TILES / 2)), pairs / tile + num_experts)
 //                           from x, to h
@@ -34,8 +34,7 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
     if (tokens == 0) return;
-    // All tiles are of up. Tiles of 192 tokens have no registers left for this, and are not chosen.
-    const bool ungated = S::TOKENS <= 128 && epilogue.activation.form == RELU_SQUARED;
+    const bool ungated = epilogue.activation.form == RELU_SQUARED; // all tiles are of up
     const int first_tile = blockIdx.x * BLOCK_TILES,
               count = (ungated ? 1 : 2) * div_ceil(intermediate, TILE_ROWS) - first_tile;
     const uint8_t* weights = reinterpret_cast<const uint8_t*>(experts[tile.x]) +
@@ -134,23 +133,6 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
     GROUPED(format##_t64, F, SPAN, 64, SHARED_64)                                                                      \
     GROUPED(format##_t128, F, SPAN, 128, SHARED_128)
 PACKED_SPANS(GROUPED_TILES)
-
-// Tiles so wide that two blocks have just room in a multiprocessor of Hopper.
-#define GROUPED_WIDE(format, F, SPAN, SHARED)                                                                          \
-    KERNEL_TILE(experts_gate_up_##format##_t192, 192)                                                                  \
-    KERNEL_BLOCKS(experts_gate_up_##format##_t192, GEMM_THREADS, 2, SHARED, GROUPED_ARGUMENTS)                         \
-    WITH_WGMMA(SHARED, (GemmShape<F, SPAN, 192>::SHARED_BYTES),                                                        \
-        (gate_up<GemmShape<F, SPAN, 192>>(                                                                             \
-            tiles, pair_slot, experts, from, to, hidden, intermediate, packing, top_k, epilogue)))                     \
-    KERNEL_TILE(experts_down_##format##_t192, 192)                                                                     \
-    KERNEL_BLOCKS(experts_down_##format##_t192, GEMM_THREADS, 2, SHARED, GROUPED_ARGUMENTS)                            \
-    WITH_WGMMA(SHARED, (GemmShape<F, SPAN, 192>::SHARED_BYTES),                                                        \
-        (down<GemmShape<F, SPAN, 192>>(                                                                                \
-            tiles, pair_slot, experts, from, to, hidden, intermediate, packing, down_at, epilogue)))
-GROUPED_WIDE(int4_g64, INT4, 64, 115712)
-GROUPED_WIDE(int4_g32, INT4, 32, 87552)
-GROUPED_WIDE(int8_g64, INT8, 64, 99072)
-GROUPED_WIDE(int8_g32, INT8, 32, 99840)
 
 constexpr int COMBINE_THREADS = 256, COMBINED = 8 * COMBINE_THREADS, MAX_TOP_K = 32;
 

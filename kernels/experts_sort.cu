@@ -17,8 +17,9 @@
 //   experts_sort    grid (num_experts); ids [pairs] aligned to 16 bytes, experts [num_experts], used [num_experts] or
 //                   null: counts pairs of each expert that is here
 #include "common.cuh"
+#include "experts.cuh"
 
-constexpr int SORT_THREADS = 1024, SORT_WARPS = SORT_THREADS / WARP, MAX_EXPERTS = 512, STEP = 4 * WARP;
+constexpr int SORT_THREADS = 1024, SORT_WARPS = SORT_THREADS / WARP, STEP = 4 * WARP;
 
 // Four ids from i on; -1 beyond the end.
 __device__ __forceinline__ int4 four_ids(const int* ids, int i, int pairs) {

@@ -37,9 +37,8 @@ constexpr bool use_wgmma(int) { return false; }
 #endif
 
 // With more, fewer blocks have room; on cards other than Hopper a block has 99 KB at most.
-constexpr int gemm_stages(Format format, int span, int tokens) {
+constexpr int gemm_stages(Format format, int tokens) {
     if (format == ANY_ROW) return tokens > 64 && !use_wgmma(tokens) ? 3 : 4;
-    if (tokens > 128) return format == INT4 && span == 64 ? 4 : 3;
     if (has_4_bits(format)) return !use_wgmma(tokens) ? 4 : tokens == 64 ? 6 : 5;
     return tokens <= 16 ? 4 : 3;
 }
@@ -47,7 +46,7 @@ constexpr int gemm_stages(Format format, int span, int tokens) {
 // SPAN: inputs that share a scale for certain, 32 for groups of 32 and 64 for groups of 64 and 128.
 template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr Format F = F_;
-    static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, SPAN, TOKENS),
+    static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, TOKENS),
                          K = F == BF16 || F == ANY_ROW || TOKENS >= 64 ? 64 : 128;
     static constexpr bool ROWS = F == ANY_ROW, WGMMA = use_wgmma(TOKENS),
                           SCALE_SUMS = F != BF16 && !ROWS && SPAN == 64 && TOKENS <= 16;
@@ -75,9 +74,12 @@ template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
 };
 template <class S> using Sums = float[S::WARP_TILES][S::COLUMNS][4];
 
-// Where byte `at` of a tile's lines lies in shared memory: its 16-byte chunk moves within 128 bytes.
-template <Format F> __device__ __forceinline__ uint32_t swizzle_line(uint32_t at) {
+// Where byte `at` of a tile's lines lies in shared memory: its 16-byte chunk moves within 128 bytes. For wgmma lanes
+// read neighbouring lines, which meet in no bank as they lie.
+template <class S> __device__ __forceinline__ uint32_t swizzle_line(uint32_t at) {
+    constexpr Format F = S::F;
     const uint32_t line = at / LINE_BYTES;
+    if (S::WGMMA) return at;
     return at ^ (Lines<F>::FOUR_BITS ? (line >> 1 & 1) : F == INT8 ? (line >> 1 & 3) : (line >> 2 & 3)) * 32;
 }
 // Of 8 inputs of a row, and where they lie in it. For wgmma weights of ANY_ROW and tokens have one order of inputs, in
@@ -95,7 +97,7 @@ __device__ __forceinline__ void stage_weights(const typename S::Stage& stage, in
 #pragma unroll
     for (int l = 0; l < Lines<S::F>::PER_LANE; l++) {
         const uint32_t at = (b * Lines<S::F>::PER_BLOCK + t * Lines<S::F>::PER_LANE + l) * LINE_BYTES + g * 8;
-        raw[l] = *reinterpret_cast<const uint2*>(stage.lines + tile * S::TILE_BYTES + swizzle_line<S::F>(at));
+        raw[l] = *reinterpret_cast<const uint2*>(stage.lines + tile * S::TILE_BYTES + swizzle_line<S>(at));
     }
     tile_operand<S::F, EXACT>(raw, a);
 }
@@ -274,51 +276,69 @@ template <class S> __device__ __forceinline__ void multiply_rows_wgmma(Sums<S>& 
     wgmma_commit();
 }
 
-// The first N tokens. When it returns, the last product is under way and still reads the stage's rows.
-template <class S, int N>
-__device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::Stage& stage, bool f16) {
+// What a lane brings of a warp's two tiles: rows 2g and 2g + 1 of each, the left operand of products of 16 inputs.
+template <class S> struct WgmmaWeights {
     static_assert(S::K == 64 && S::WARP_TILES == 2, "rows of 128 bytes; 64 rows of weights to a product");
-    constexpr int HALF = Lines<S::F>::PER_BLOCK / 4, STEPS = S::K / 16; // lines of 8 inputs; products of 16
-    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, tile = threadIdx.x / WARP * 2;
-    // Lane (g, t) brings inputs 2t, 2t + 1, 2t + 8, 2t + 9 of a product: rows in shared memory are read in the
-    // instruction's own order.
-    const unsigned char* lines = stage.lines + tile * S::TILE_BYTES;
-    const uint32_t own = (Lines<S::F>::FOUR_BITS ? 0 : S::F == INT8 ? t / 2 : t) * LINE_BYTES + g * 8;
-    uint2 raw[2][2]; // of the tiles: rows 2g and 2g + 1, in both halves of the inputs
-    auto load = [&](int step) {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const unsigned char* of_tile = lines + i * S::TILE_BYTES;
-                const uint32_t at = (2 * step + half) * HALF * LINE_BYTES + own;
-                raw[i][half] = *reinterpret_cast<const uint2*>(of_tile + swizzle_line<S::F>(at));
-            }
-    };
-    load(0);
-    [[maybe_unused]] uint32_t scales[2] = {};
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        uint32_t a[2][4];
+    static constexpr int STEPS = S::K / 16, HALF = Lines<S::F>::PER_BLOCK / 4; // lines of 8 inputs
+    uint2 raw[2][2]; // of the tiles, in both halves of the inputs
+    uint32_t read[2] = {};
+    RowScales scales[2];
+    bool f16;
+
+    __device__ __forceinline__ explicit WgmmaWeights(bool f16) : f16(f16) {}
+
+    __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
+        const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, tile = threadIdx.x / WARP * 2;
+        // Lane (g, t) brings inputs 2t, 2t + 1, 2t + 8, 2t + 9: rows in shared memory are read in the instruction's own
+        // order.
+        const uint32_t own = (Lines<S::F>::FOUR_BITS ? 0 : S::F == INT8 ? t / 2 : t) * LINE_BYTES + g * 8;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                a[i][2 * half] = packed_pair<S::F>(raw[i][half].x, t);
-                a[i][2 * half + 1] = packed_pair<S::F>(raw[i][half].y, t);
-            }
-            if constexpr (S::F != BF16) {
-                if (step * 16 % S::SPAN == 0) scales[i] = stage_scales<S>(stage, tile + i, step * 16 / S::SPAN);
-                scale_rows(a[i], scales[i], f16);
-            }
+            for (int half = 0; half < 2; half++)
+                raw[i][half] = *reinterpret_cast<const uint2*>(
+                    stage.lines + (tile + i) * S::TILE_BYTES + (2 * step + half) * HALF * LINE_BYTES + own);
+            if (S::F != BF16 && step * 16 % S::SPAN == 0)
+                read[i] = stage_scales<S>(stage, tile + i, step * 16 / S::SPAN);
         }
-        if (step + 1 < STEPS) load(step + 1);
+    }
+
+    // Of the step that was loaded, scaled.
+    __device__ __forceinline__ void operands(int step, uint32_t (&a)[2][4]) {
+        const int t = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (S::F != BF16 && step * 16 % S::SPAN == 0) scales[i] = {read[i], Lines<S::F>::F16_SCALES && f16};
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const uint2 from = raw[i][c / 2];
+                a[i][c] = packed_pair<S::F>(c % 2 ? from.y : from.x, t);
+            }
+            if constexpr (S::F != BF16) scales[i].scale(a[i], Lines<S::F>::F16_SCALES); // no branch
+        }
+    }
+};
+
+// Products of the first N tokens with a stage whose first step was loaded. Weights of a step are made while the one
+// before is multiplied. The last product of the stage before is done when it calls before_is_read; next() is called
+// when the last of this one is under way, and may load what follows.
+template <class S, int N, int C, class Read, class Next>
+__device__ __forceinline__ void multiply_wgmma(
+    float (&acc)[2][C][4], WgmmaWeights<S>& weights, const typename S::Stage& stage, Read before_is_read, Next next) {
+    constexpr int STEPS = WgmmaWeights<S>::STEPS;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        uint32_t a[2][4];
+        weights.operands(step, a);
+        if (step + 1 < STEPS) weights.load(stage, step + 1);
         const uint64_t rows = wgmma_operand(stage.rows + step * 32);
         wgmma_fence();
         wgmma<N>(acc[0], a[0], rows);
         wgmma<N>(acc[1], a[1], rows);
         wgmma_commit();
-        wgmma_wait<1>(); // weights of the next step are made while this one is multiplied
+        if (step + 1 == STEPS) next();
+        wgmma_wait<1>();
+        if (step == 0) before_is_read();
     }
 }
 #endif
@@ -343,7 +363,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     const int chunk = tid % TILE_CHUNKS, chunk_tile = tid / TILE_CHUNKS,
               chunk_k = chunk / (Lines<S::F>::PER_BLOCK * 4) * K_BLOCK;
     [[maybe_unused]] const uint8_t* chunk_from = weights + (size_t)chunk_tile * tile_stride + codes + chunk * 16;
-    [[maybe_unused]] const uint32_t chunk_to = chunk_tile * S::TILE_BYTES + swizzle_line<S::F>(chunk * 16);
+    [[maybe_unused]] const uint32_t chunk_to = chunk_tile * S::TILE_BYTES + swizzle_line<S>(chunk * 16);
 
     constexpr int ROW_CHUNKS = S::K / 8, ROW_STEP = GEMM_THREADS / ROW_CHUNKS,
                   ROW_COPIES = div_ceil(S::TOKENS, ROW_STEP);
@@ -442,10 +462,13 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     if constexpr (S::WGMMA) {
         auto all = [&](auto n) {
             each_stage([&](const typename S::Stage& stage) {
-                if constexpr (S::ROWS)
+                if constexpr (S::ROWS) {
                     multiply_rows_wgmma<S>(acc, stage);
-                else
-                    multiply_wgmma<S, decltype(n)::value>(acc, stage, f16);
+                } else {
+                    WgmmaWeights<S> tiles(f16);
+                    tiles.load(stage, 0);
+                    multiply_wgmma<S, decltype(n)::value>(acc, tiles, stage, [] {}, [] {});
+                }
             });
             wgmma_wait<0>(); // here: where sizes meet, sums may move to other registers
             wgmma_landed(acc[0]);

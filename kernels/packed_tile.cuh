@@ -202,22 +202,28 @@ __device__ __forceinline__ float2 scales_f32(uint32_t scales, bool f16) {
                : make_float2(low_f32(scales), high_f32(scales));
 }
 
-// Times the scales of the two rows. One of f16 is the sum of two bf16 numbers, so that here as well only the product is
-// rounded.
-__device__ __forceinline__ void scale_rows(uint32_t (&a)[4], uint32_t scales, bool f16) {
-    uint32_t low[2] = {0x80008000u, 0x80008000u};
-    if (f16) {
+// Scales of two rows, by which a lane's bf16 weights of them are multiplied. One of f16 is the sum of two bf16 numbers,
+// so that here as well only the product is rounded; of others the second number is 0.
+struct RowScales {
+    uint32_t high = 0, low = 0;
+
+    RowScales() = default;
+    __device__ __forceinline__ RowScales(uint32_t scales, bool f16) : high(scales) {
+        if (!f16) return;
         const float2 exact = scales_f32(scales, true);
-        scales = pack_bf16(exact.x, exact.y);
-        const uint32_t rest = pack_bf16(exact.x - low_f32(scales), exact.y - high_f32(scales));
-        low[0] = __byte_perm(rest, 0, 0x1010), low[1] = __byte_perm(rest, 0, 0x3232);
+        high = pack_bf16(exact.x, exact.y);
+        low = pack_bf16(exact.x - low_f32(high), exact.y - high_f32(high));
     }
-    const uint32_t high[2] = {__byte_perm(scales, 0, 0x1010), __byte_perm(scales, 0, 0x3232)};
+    // What a lane has of a tile for a product. `both`: the second number is asked, which it must be if it is not 0.
+    __device__ __forceinline__ void scale(uint32_t (&a)[4], bool both) const {
+        constexpr uint32_t MINUS_0 = 0x80008000u;
+        const uint32_t highs[2] = {twice<0>(high), twice<1>(high)}, lows[2] = {twice<0>(low), twice<1>(low)};
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        a[i] = fma_bf16x2(a[i], high[i % 2], f16 ? fma_bf16x2(a[i], low[i % 2], 0x80008000u) : 0x80008000u);
-}
+        for (int i = 0; i < 4; i++)
+            a[i] = fma_bf16x2(a[i], highs[i % 2], both ? fma_bf16x2(a[i], lows[i % 2], MINUS_0) : MINUS_0);
+    }
+};
 __device__ __forceinline__ void scale_operand(uint32_t (&a)[2][4], uint32_t scales, bool f16) {
-    scale_rows(a[0], scales, f16);
-    scale_rows(a[1], scales, f16);
+    const RowScales by(scales, f16);
+    by.scale(a[0], f16), by.scale(a[1], f16);
 }

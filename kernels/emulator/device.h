@@ -272,6 +272,7 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     };
     return pack_bf16(one(a & 0xffff, b & 0xffff, c & 0xffff), one(a >> 16, b >> 16, c >> 16));
 }
+template <int HALF> inline uint32_t twice(uint32_t x) { return (x >> 16 * HALF & 0xffffu) * 0x10001u; }
 inline float f16_value(uint16_t bits) {
     const int exponent = bits >> 10 & 31, rest = bits & 0x3ff;
     const float size = exponent == 31 ? (rest ? NAN : INFINITY)
@@ -402,6 +403,11 @@ inline void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
     emulator::end_phase(b);
 }
 inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive_expect(barrier, 0); }
+inline void copy_async_arrive(uint64_t* barrier) {
+    emulator::commit_copies();
+    emulator::wait_copies(0);
+    mbarrier_arrive(barrier);
+}
 inline void mbarrier_wait(uint64_t* barrier, int parity) {
     auto* b = (emulator::Mbarrier*)barrier;
     for (long i = 0; b->phase == parity; i++) {

@@ -1,7 +1,7 @@
 //! The kernels over packed tiles: routed experts, and dense weights in INT8 or INT4 with scales in BF16. Which formats
 //! there are is listed in kernels/packed_tile.cuh.
 
-use moebius_cache::pack::{CodeType, ExpertKind, ExpertLayout, Grid};
+use moebius_cache::pack::{CodeType, ExpertLayout, Grid};
 use moebius_cache::{Precision, ScaleType};
 
 use super::CudaBackend;
@@ -11,7 +11,13 @@ use crate::cuda::kernels::{self, Kernel};
 use crate::cuda::{Address, DeviceBuffer, DeviceInfo, launch};
 
 /// A kernel of the grouped products of experts.
-pub(crate) type Grouped = Kernel<kernels::GroupedArguments>;
+#[derive(Clone, Copy)]
+pub(crate) enum Grouped {
+    /// A block for each of the tiles that the pairs were cut into.
+    Tiled(Kernel<kernels::GroupedArguments>),
+    /// Blocks that stay, and cut for themselves.
+    Persistent(Kernel<kernels::PersistentArguments>),
+}
 
 /// Tokens of the tiles of products of many tokens.
 const TILES: [usize; 4] = [16, 32, 64, 128];
@@ -19,15 +25,15 @@ const TILES: [usize; 4] = [16, 32, 64, 128];
 /// The same where the tokens are those of one expert.
 pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
 
-/// Tokens of the tiles of Hopper's products of still more.
-const WIDE: usize = 192;
+/// Experts with so many tokens on average are multiplied by blocks that stay, on Hopper; measured on an H200.
+const PERSISTENT_FROM: usize = 24;
 
 /// The kernels for one matrix of routed experts, and what they are told of its precision.
 pub(crate) struct MatrixKernels<A> {
     /// For single tokens.
     pub(crate) few: Kernel<A>,
-    many: [Grouped; 5],    // by `EXPERT_TILES`
-    wide: Option<Grouped>, // of tiles of `WIDE`; on cards with wgmma
+    many: [Kernel<kernels::GroupedArguments>; 5], // by `EXPERT_TILES`
+    persistent: Vec<Kernel<kernels::PersistentArguments>>, // by tokens; for cards with wgmma
     pub(crate) packing: kernels::Packing,
 }
 
@@ -97,12 +103,29 @@ impl<A> MatrixKernels<A> {
     /// Those of a precision: `experts_{name}_gemv_..` of `few` and `experts_{name}_..`.
     fn of(name: &str, few: &[Kernel<A>], precision: Precision, grid: &impl Fn(Grid) -> Address<u32>) -> Self {
         let many = span(precision);
-        let wide = format!("experts_{name}_{many}_t{WIDE}");
+        let persistent = format!("experts_{name}_wgmma_{many}_t");
+        let mut persistent: Vec<_> =
+            kernels::PERSISTENT_KERNELS.iter().filter(|kernel| kernel.name.starts_with(&persistent)).copied().collect();
+        persistent.sort_by_key(|kernel| kernel.tile[0]);
         Self {
             few: named(few, &format!("experts_{name}_gemv_{}", row_name(precision))),
             many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), EXPERT_TILES),
-            wide: kernels::GROUPED_KERNELS.iter().find(|kernel| kernel.name == wide).copied(),
+            persistent,
             packing: packing(precision, grid),
+        }
+    }
+}
+
+impl<A> MatrixKernels<A> {
+    /// The kernel for experts with so many tokens on average, whose blocks may `stay`; else that of the `i`-th of
+    /// [`EXPERT_TILES`].
+    fn grouped(&self, tokens_of_an_expert: usize, stay: bool, i: usize) -> Grouped {
+        // Some experts have more tokens than the average: not many shall need a second piece.
+        let holds = |kernel: &&Kernel<_>| tokens_of_an_expert * 6 / 5 <= kernel.tile[0];
+        let persistent = self.persistent.iter().find(holds).or(self.persistent.last());
+        match persistent.filter(|_| stay && tokens_of_an_expert >= PERSISTENT_FROM) {
+            Some(kernel) => Grouped::Persistent(*kernel),
+            None => Grouped::Tiled(self.many[i]),
         }
     }
 }
@@ -110,28 +133,23 @@ impl<A> MatrixKernels<A> {
 impl ExpertKernels {
     /// Those of a layer; `grid` knows where the grid of codes is.
     pub(crate) fn of(layout: &ExpertLayout, grid: impl Fn(Grid) -> Address<u32>) -> Self {
-        let gate = MatrixKernels::of("gate_up", kernels::EXPERTS_GATE_UP_KERNELS, layout.gate.precision, &grid);
         Self {
-            // The widest tiles are for experts with a gate alone.
-            gate: MatrixKernels { wide: gate.wide.filter(|_| layout.kind() == ExpertKind::Gated), ..gate },
+            gate: MatrixKernels::of("gate_up", kernels::EXPERTS_GATE_UP_KERNELS, layout.gate.precision, &grid),
             down: MatrixKernels::of("down", kernels::EXPERTS_DOWN_KERNELS, layout.down.precision, &grid),
             down_at: layout.down_tile(0) as i32,
         }
     }
 
-    /// Kernels for gate and up and for down, of the same tile, for experts with so many tokens each.
-    pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> [Grouped; 2] {
-        // Both, because they share the tiles that the pairs were cut into.
-        if let (Some(gate), Some(down), true) =
-            (self.gate.wide, self.down.wide, device.has_wgmma() && tokens_of_an_expert > 112)
-        {
-            return [gate, down];
-        }
+    /// Kernels for gate and up and for down, for experts with so many tokens on average, and the tokens of the tiles
+    /// that pairs are cut into. Blocks may `stay` where no other kernel is to run beside them.
+    pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize, stay: bool) -> (usize, [Grouped; 2]) {
         let i = match tokens_of_an_expert {
             ..=5 => 0,
             more => 1 + suited(more, device.has_wgmma()),
         };
-        [self.gate.many[i], self.down.many[i]]
+        let stay = stay && device.has_wgmma();
+        let gate_up = self.gate.grouped(tokens_of_an_expert, stay, i);
+        (EXPERT_TILES[i], [gate_up, self.down.grouped(tokens_of_an_expert, stay, i)])
     }
 }
 
@@ -189,14 +207,13 @@ mod tests {
                 ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"), |_| Address::NULL);
             assert_eq!(found.gate.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
             assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
-            for wide in [found.gate.wide, found.down.wide].into_iter().flatten() {
-                assert_eq!(wide.tile[0], WIDE, "{precision}");
-            }
         }
-        for precision in [Precision::int4(32), Precision::int4(128), Precision::int8(64)] {
+        for precision in [Precision::int4(32), Precision::int4(128), Precision::Mxfp4, Precision::int8(64)] {
             let found =
                 ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"), |_| Address::NULL);
-            assert!(found.gate.wide.is_some() && found.down.wide.is_some(), "{precision}");
+            let tiles = |kernels: &[Kernel<_>]| kernels.iter().map(|kernel| kernel.tile[0]).collect::<Vec<_>>();
+            assert_eq!(tiles(&found.gate.persistent), [96, 176], "{precision}");
+            assert_eq!(tiles(&found.down.persistent), [96, 176], "{precision}");
         }
     }
 }

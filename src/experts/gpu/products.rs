@@ -1,5 +1,5 @@
 //! Products of experts that are in VRAM, for good or in passing: as they are read, or sorted by expert and in tiles
-//! (kernels/experts_gemv.cu, experts_sort.cu, experts_gemm.cu).
+//! (kernels/experts_gemv.cu, experts_sort.cu, experts_gemm.cu, experts_wgmma.cu).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,13 +10,14 @@ use moebius_cache::pack::{CodeType, ExpertLayout, Grid};
 use super::Sizes;
 use super::epilogue::DeviceEpilogue;
 use crate::Result;
-use crate::backend::cuda::packed::{EXPERT_TILES, ExpertKernels};
+use crate::backend::cuda::packed::{EXPERT_TILES, ExpertKernels, Grouped};
 use crate::backend::cuda::{CudaRouting, Tensor};
-use crate::cuda::kernels::RankSum;
 use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
 use crate::cuda::kernels::experts_gemv::VECTORS;
+use crate::cuda::kernels::{Packing, RankSum};
 use crate::cuda::{ALONE, Address, Cuda, CudaStream, DeviceBuffer, kernels, launch};
 use crate::experts::ExpertShape;
+use crate::model::Share;
 
 /// What the products need beside weights and tokens.
 pub(super) struct Products {
@@ -26,6 +27,7 @@ pub(super) struct Products {
     _grids: Vec<(Grid, DeviceBuffer<u32>)>, // held: launches have their addresses
     epilogue: DeviceEpilogue,
     experts: usize,
+    stay: bool,                   // blocks may, each with a multiprocessor to itself
     pair_slot: DeviceBuffer<i32>, // [pairs]
     offsets: DeviceBuffer<i32>,   // [experts + 1]
     tiles: DeviceBuffer<i32>,     // [pairs / 8 + experts + 1, 4]
@@ -87,6 +89,8 @@ impl Products {
             kernels: shape.layouts.iter().map(|layout| ExpertKernels::of(layout, grid)).collect(),
             epilogue,
             experts,
+            // Parts of experts are copied by kernels, which would take multiprocessors from them.
+            stay: sizes.ring == 0 || sizes.share == Share::WHOLE,
             pair_slot: DeviceBuffer::new(cuda, pairs)?,
             offsets: DeviceBuffer::new(cuda, experts + 1)?,
             tiles: DeviceBuffer::new(cuda, 4 * (pairs / EXPERT_TILES[0] + experts + 1))?,
@@ -139,20 +143,28 @@ impl Products {
         let (cuda, layout, experts) = (&self.cuda, &self.layout, self.experts);
         let pairs = tokens * top_k;
         let kernels = &self.kernels[layer];
-        let [gate_up, down] = kernels.grouped(&cuda.info, pairs / experts);
-        let tile = gate_up.tile[0];
+        let (tile, [gate_up, down]) = kernels.grouped(&cuda.info, pairs / experts, self.stay);
         launch!(cuda, stream, kernels::experts_sort, [experts, 1, 1];
             ids, table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(),
             pairs as i32, experts as i32, tile as i32, used);
         let (hidden, intermediate) = (layout.gate.k, layout.down.k);
-        let rows = pairs / tile + experts;
+        let multiply = |by: Grouped, packing: Packing, tiles: usize, from: Address<bf16>, to: Address<bf16>| match by {
+            Grouped::Tiled(kernel) => {
+                launch!(cuda, stream, kernel, [tiles.div_ceil(BLOCK_TILES), pairs / tile + experts, 1];
+                    self.tiles.address(), self.pair_slot.address(), table, from, to, hidden as i32,
+                    intermediate as i32, kernels.down_at, top_k as i32, packing, self.epilogue.of(layer));
+            }
+            Grouped::Persistent(kernel) => {
+                launch!(cuda, stream, kernel, [cuda.info.multiprocessors, 1, 1];
+                    self.offsets.address(), self.pair_slot.address(), table, from, to, hidden as i32,
+                    intermediate as i32, kernels.down_at, top_k as i32, experts as i32, packing,
+                    self.epilogue.of(layer));
+            }
+        };
         // Tiles of gate and of up take turns, or are all of up.
-        launch!(cuda, stream, gate_up, [layout.gate.n.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES / 2), rows, 1];
-            self.tiles.address(), self.pair_slot.address(), table, x, self.h.address(), hidden as i32,
-            intermediate as i32, kernels.down_at, top_k as i32, kernels.gate.packing, self.epilogue.of(layer));
-        launch!(cuda, stream, down, [hidden.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES), rows, 1];
-            self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32,
-            intermediate as i32, kernels.down_at, top_k as i32, kernels.down.packing, self.epilogue.of(layer));
+        let gate_up_tiles = 2 * layout.gate.n.div_ceil(TILE_ROWS);
+        multiply(gate_up, kernels.gate.packing, gate_up_tiles, x, self.h.address());
+        multiply(down, kernels.down.packing, hidden.div_ceil(TILE_ROWS), self.h.address(), self.y.address());
     }
 
     /// Adds `y` of some tokens, weighted, to `out`, of the experts that are not 0 in `table`, or puts it `over` what

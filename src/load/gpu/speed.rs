@@ -179,9 +179,9 @@ mod tests {
         };
         let speeds = CostModel { cpu_bytes: 0.9 * 137e9, cpu_products: 1.5e12, pcie_bytes: 55e9 };
         for (name, resident, decode, prefill) in [
-            ("qwen3-30b-a3b", None, 473.0, 48_400.0),
+            ("qwen3-30b-a3b", None, 473.0, 52_900.0),
             ("qwen3-30b-a3b", Some(0), 98.0, 30_100.0),
-            ("deepseek-v2-lite", None, 537.0, 78_300.0),
+            ("deepseek-v2-lite", None, 537.0, 86_300.0),
             ("deepseek-v2-lite", Some(0), 143.0, 59_800.0),
         ] {
             let model = shapes::shape(name, None).unwrap();

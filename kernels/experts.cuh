@@ -1,0 +1,4 @@
+// What the kernels of routed experts share.
+#pragma once
+
+constexpr int MAX_EXPERTS = 512;
