@@ -98,8 +98,8 @@ fn sums_beside_other_work_are_the_same() {
             let buffers: Vec<_> = lengths.iter().enumerate().map(buffer).collect();
             // Up to a dozen at a time, of which the one before last is wanted first.
             for some in buffers.chunks(12) {
-                some.iter().for_each(|x| rank.all_reduce_beside(x.address(), x.len()));
-                some.iter().rev().skip(1).chain(some.last()).for_each(|x| rank.wait_for_sum(x.address()));
+                let sums: Vec<_> = some.iter().map(|x| rank.all_reduce_beside(x.address(), x.len())).collect();
+                sums.iter().rev().skip(1).chain(sums.last()).for_each(|&sum| rank.wait_for_sum(sum));
             }
             let read = |x: &DeviceBuffer<f32>| {
                 let (mut out, copy) = (vec![0.0; x.len()], DeviceBuffer::<f32>::zeros(cuda, x.len()).unwrap());

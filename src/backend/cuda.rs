@@ -39,7 +39,6 @@ mod select;
 mod streams;
 
 use std::cell::RefCell;
-use std::ops::Range;
 use std::sync::Arc;
 
 use crate::Result;
@@ -79,9 +78,9 @@ pub struct CudaBackend {
     attention: attend::Workspace,
     graphs: record::Graphs,
     gather_rows: DeviceBuffer<u32>,
-    staged_rows: RefCell<Vec<u32>>,               // what goes there
-    rank: Option<Rank>,                           // `None`: it is alone
-    under_way: RefCell<Vec<(u64, Range<usize>)>>, // rows of tensors, by their addresses, that ranks sum
+    staged_rows: RefCell<Vec<u32>>, // what goes there
+    rank: Option<Rank>,             // `None`: it is alone
+    under_way: RefCell<Vec<rank::SumUnderWay>>,
 }
 
 impl CudaBackend {

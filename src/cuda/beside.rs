@@ -8,10 +8,9 @@
 //!
 //! A device waits for a mark of another only when that one's thread has set it: threads tell each other.
 
-use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, AtomicUsize};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use super::kernels::all_reduce::ADDED;
 use super::kernels::{self, launch};
@@ -39,14 +38,7 @@ pub(super) struct Beside {
     stream: CudaStream,
     number: usize,
     all: Arc<[Shown]>,
-    sums: Mutex<Sums>,
-}
-
-/// Those since the start.
-#[derive(Default)]
-struct Sums {
-    count: usize,
-    under_way: VecDeque<(u64, usize)>, // x, and which sum it is
+    count: AtomicUsize, // sums since the start
 }
 
 impl Beside {
@@ -71,34 +63,33 @@ impl Beside {
         let of_device = |(number, cuda): (usize, &Arc<Cuda>)| {
             cuda.enter_thread()?;
             let stream = CudaStream::branch()?;
-            Ok(Self { stream, number, all: all.clone(), sums: Mutex::default() })
+            Ok(Self { stream, number, all: all.clone(), count: AtomicUsize::new(0) })
         };
         devices.iter().enumerate().map(of_device).collect()
     }
 
-    /// Enqueues `x = x_0 + x_1 + ...` of `numbers` numbers, a multiple of 4, which [`wait`](Beside::wait) lets the
-    /// compute stream see. `terms` has room for this rank's part of what the others have. `failed`: whether a rank has.
+    /// Enqueues `x = x_0 + x_1 + ...` of `numbers` numbers, a multiple of 4, and returns which sum it is:
+    /// [`wait`](Beside::wait) lets the compute stream see it. `terms` has room for this rank's part of what the others
+    /// have. `failed`: whether a rank has.
     pub(super) fn sum(
         &self,
         cuda: &Cuda,
         (x, numbers): (Address<f32>, usize),
         terms: Address<f32>,
         failed: &dyn Fn() -> bool,
-    ) {
-        let Self { stream, number, all, sums } = self;
-        let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
-        while let Some((_, oldest)) = sums.under_way.front().copied().filter(|(_, sum)| sums.count - sum == SLOTS) {
-            sums.under_way.pop_front();
-            self.wait_for(cuda, oldest, failed);
-        }
-        let (sum, own) = (sums.count, &all[*number]);
+    ) -> usize {
+        let Self { stream, number, all, count } = self;
+        let (sum, own) = (count.load(Relaxed), &all[*number]);
         let slot = sum % SLOTS;
-        sums.count += 1;
+        if let Some(oldest) = sum.checked_sub(SLOTS) {
+            self.wait(cuda, oldest, failed); // its events become this one's
+        }
+        count.store(sum + 1, Relaxed);
         cuda.record(&own.begun[slot], &cuda.compute);
         own.x[slot].store(x.to_u64(), Relaxed);
         own.has_begun.store(sum + 1, Release);
         if !self.all_have(|shown| &shown.has_begun, sum, failed) {
-            return;
+            return sum;
         }
         all.iter().for_each(|shown| cuda.wait(stream, &shown.begun[slot]));
         let words = numbers / 4;
@@ -118,21 +109,13 @@ impl Beside {
         }
         cuda.record(&own.ended[slot], stream);
         own.has_ended.store(sum + 1, Release);
-        sums.under_way.push_back((x.to_u64(), sum));
+        sum
     }
 
-    /// Lets the compute stream wait for the sum of `x`, if one is under way.
-    pub(super) fn wait(&self, cuda: &Cuda, x: u64, failed: &dyn Fn() -> bool) {
-        let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
-        let Sums { under_way, .. } = &mut *sums;
-        let at = under_way.iter().position(|(of, _)| *of == x);
-        if let Some((_, sum)) = at.and_then(|at| under_way.remove(at)) {
-            self.wait_for(cuda, sum, failed);
-        }
-    }
-
-    fn wait_for(&self, cuda: &Cuda, sum: usize, failed: &dyn Fn() -> bool) {
-        if self.all_have(|shown| &shown.has_ended, sum, failed) {
+    /// Lets the compute stream wait for a sum.
+    pub(super) fn wait(&self, cuda: &Cuda, sum: usize, failed: &dyn Fn() -> bool) {
+        let has_waited = sum + SLOTS < self.count.load(Relaxed);
+        if !has_waited && self.all_have(|shown| &shown.has_ended, sum, failed) {
             self.all.iter().for_each(|shown| cuda.wait(&cuda.compute, &shown.ended[sum % SLOTS]));
         }
     }

@@ -150,18 +150,18 @@ impl Rank {
         self.terms.is_some()
     }
 
-    /// Enqueues the same of many numbers beside what follows, which [`wait_for_sum`](Rank::wait_for_sum) lets see it.
-    pub fn all_reduce_beside(&self, x: Address<f32>, numbers: usize) {
-        if let (Some(beside), Some(terms)) = (&self.beside, &self.terms) {
-            assert!(beside::terms(numbers, self.of()) <= terms.len(), "there is room for the sum");
-            beside.sum(&self.cuda, (x, numbers), terms.address(), &|| self.has_failed());
-        }
+    /// Enqueues the same of many numbers beside what follows, and returns which sum it is, which
+    /// [`wait_for_sum`](Rank::wait_for_sum) lets what follows see. Panics: there is no room for it.
+    pub fn all_reduce_beside(&self, x: Address<f32>, numbers: usize) -> usize {
+        let terms = self.terms.as_ref().filter(|terms| beside::terms(numbers, self.of()) <= terms.len());
+        let (beside, terms) = self.beside.as_ref().zip(terms).expect("there is room for the sum");
+        beside.sum(&self.cuda, (x, numbers), terms.address(), &|| self.has_failed())
     }
 
-    /// Lets what follows see the sum of `x`, if one is under way.
-    pub fn wait_for_sum(&self, x: Address<f32>) {
+    /// Lets what follows see a sum of [`all_reduce_beside`](Rank::all_reduce_beside).
+    pub fn wait_for_sum(&self, sum: usize) {
         if let Some(beside) = &self.beside {
-            beside.wait(&self.cuda, x.to_u64(), &|| self.has_failed());
+            beside.wait(&self.cuda, sum, &|| self.has_failed());
         }
     }
 

@@ -11,6 +11,13 @@ use crate::backend::Rank;
 use crate::cuda::kernels::RankSum;
 use crate::model::Share;
 
+/// A sum of some rows of a tensor, beside what else is computed.
+pub(super) struct SumUnderWay {
+    x: u64, // the tensor's address
+    rows: Range<usize>,
+    sum: usize,
+}
+
 impl CudaBackend {
     /// What a kernel is told that sums what it gives to `x` over all ranks; `None`: another one does.
     pub(crate) fn sum_within_kernels(&self, x: &Tensor) -> Option<RankSum> {
@@ -28,9 +35,7 @@ impl CudaBackend {
     /// whether they do: few rows are made at once, and not summed.
     pub(crate) fn sum_as_it_is_made(&self, x: &Tensor, mut make: impl FnMut(&Range<usize>)) -> bool {
         let least = if self.cuda.info.is_emulated() { 2 } else { LEAST_RUN };
-        let fits = |rank: &&crate::cuda::Rank| rank.of() <= MOST_RANKS && x.rows >= RUNS * least;
-        let rank = self.rank.as_ref().filter(fits).filter(|rank| rank.has_room_for_sums());
-        let Some(rank) = rank else {
+        let Some(rank) = self.rank.as_ref().filter(|rank| rank.has_room_for_sums() && x.rows >= RUNS * least) else {
             make(&(0..x.rows));
             return false;
         };
@@ -38,24 +43,21 @@ impl CudaBackend {
         for first in (0..x.rows).step_by(most) {
             let rows = first..x.rows.min(first + most);
             make(&rows);
-            rank.all_reduce_beside(x.f32().add(first * x.cols), rows.len() * x.cols);
-            self.under_way.borrow_mut().push((x.f32().to_u64(), rows));
+            let sum = rank.all_reduce_beside(x.f32().add(first * x.cols), rows.len() * x.cols);
+            self.under_way.borrow_mut().push(SumUnderWay { x: x.f32().to_u64(), rows, sum });
         }
         true
     }
 
     /// Calls `use_rows` with runs of rows of `x` as soon as they are whole: with all where no sum of them is under way.
     pub(super) fn as_it_comes(&self, x: &Tensor, mut use_rows: impl FnMut(&Range<usize>)) {
-        let of_x = |(of, _): &mut (u64, Range<usize>)| *of == x.f32().to_u64();
-        let runs: Vec<_> = match &self.rank {
-            Some(_) => self.under_way.borrow_mut().extract_if(.., of_x).collect(),
-            None => Vec::new(),
+        let of_x = |sum: &mut SumUnderWay| sum.x == x.f32().to_u64();
+        let sums: Vec<_> = self.under_way.borrow_mut().extract_if(.., of_x).collect();
+        let Some(rank) = self.rank.as_ref().filter(|_| !sums.is_empty()) else {
+            return use_rows(&(0..x.rows));
         };
-        if runs.is_empty() {
-            use_rows(&(0..x.rows));
-        }
-        for (rank, (_, rows)) in self.rank.iter().cycle().zip(runs) {
-            rank.wait_for_sum(x.f32().add(rows.start * x.cols));
+        for SumUnderWay { rows, sum, .. } in sums {
+            rank.wait_for_sum(sum);
             use_rows(&rows);
         }
     }
@@ -82,8 +84,10 @@ impl Rank for CudaBackend {
 
     fn room_for_sums(&mut self, rows: usize, cols: usize) -> Result<()> {
         match &mut self.rank {
-            Some(rank) => rank.room_for_sums(rows.div_ceil(RUNS).next_multiple_of(RUN_STEP) * cols),
-            None => Ok(()),
+            Some(rank) if rank.of() <= MOST_RANKS => {
+                rank.room_for_sums(rows.div_ceil(RUNS).next_multiple_of(RUN_STEP) * cols)
+            }
+            _ => Ok(()),
         }
     }
 
