@@ -374,44 +374,46 @@ struct alignas(64) TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128, "as large as the real one");
 namespace emulator {
-struct Mbarrier {                          // in the 8 bytes of shared memory
-    uint8_t phase, arrived, count, copies; // copies: there are some under way
+struct Mbarrier {                                             // in the 8 bytes of shared memory
+    uint32_t arrived : 15, count : 15, phase : 1, copies : 1; // copies: there are some under way
     int32_t bytes;
 };
 void yield();
 void add_box(Mbarrier* barrier, void* shared, const TensorMap& map, int c0, int c1, int c2);
-void land_boxes(Mbarrier* barrier);
+void arrive_with_copies(Mbarrier* barrier);
+void land_copies(Mbarrier* barrier);
 void add_product(std::function<void()> product);
 void commit_products();
 void wait_products(int under_way);
 inline void end_phase(Mbarrier* b) {
     if (b->arrived == b->count && b->bytes == 0) b->phase ^= 1, b->arrived = 0;
 }
+inline void arrive(Mbarrier* b, int threads) {
+    if (b->arrived + threads > b->count) {
+        fprintf(stderr, "mbarrier: more arrivals than it counts\n");
+        abort();
+    }
+    b->arrived += threads;
+    end_phase(b);
+}
 } // namespace emulator
 inline void mbarrier_init(uint64_t* barrier, int count) {
-    emulator::Mbarrier b{0, 0, (uint8_t)count, 0, 0};
+    emulator::Mbarrier b{};
+    b.count = count;
     memcpy(barrier, &b, sizeof b);
 }
 inline void mbarrier_init_done() {}
 inline void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
     auto* b = (emulator::Mbarrier*)barrier;
     b->bytes += bytes;
-    if (++b->arrived > b->count) {
-        fprintf(stderr, "mbarrier: more arrivals than it counts\n");
-        abort();
-    }
-    emulator::end_phase(b);
+    emulator::arrive(b, 1);
 }
 inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive_expect(barrier, 0); }
-inline void copy_async_arrive(uint64_t* barrier) {
-    emulator::commit_copies();
-    emulator::wait_copies(0);
-    mbarrier_arrive(barrier);
-}
+inline void copy_async_arrive(uint64_t* barrier) { emulator::arrive_with_copies((emulator::Mbarrier*)barrier); }
 inline void mbarrier_wait(uint64_t* barrier, int parity) {
     auto* b = (emulator::Mbarrier*)barrier;
     for (long i = 0; b->phase == parity; i++) {
-        emulator::land_boxes(b);
+        emulator::land_copies(b);
         if (b->phase != parity) return;
         if (i == 1 << 22) {
             fprintf(stderr, "mbarrier: waited for in vain\n");
@@ -434,6 +436,7 @@ inline uint64_t wgmma_operand(const void* p) {
     }
     return (uint64_t)p;
 }
+inline uint64_t wgmma_further(uint64_t operand, int bytes) { return operand + bytes; }
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulator::commit_products(); }
 template <int N> inline void wgmma_wait() {
@@ -491,11 +494,12 @@ template <int COLUMNS, class Rows> inline void add_wgmma(float (*d)[4], Rows row
     });
 }
 } // namespace emulator
-template <int C> inline void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) {
+template <int N, int C> inline void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) {
     const int first = (int)threadIdx.x / 32 % 4 * 16 + (int)threadIdx.x % 32 / 4;
-    emulator::add_wgmma<C>(
+    emulator::add_wgmma<N / 8>(
         d, [=] { return emulator::WgmmaRows{{emulator::wgmma_row(a, first), emulator::wgmma_row(a, first + 8)}}; }, b);
 }
+template <int C> inline void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) { wgmma<8 * C>(d, a, b); }
 template <int N, int C> inline void wgmma(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
     const emulator::WgmmaRows rows = emulator::wgmma_rows(a);
     emulator::add_wgmma<N / 8>(d, [=] { return rows; }, b);

@@ -6,9 +6,11 @@
 #undef gridDim
 #include "threads.h"
 
+#include <map>
 #include <mutex>
 #include <signal.h>
 #include <sys/mman.h>
+#include <utility>
 #include <vector>
 
 namespace emulator {
@@ -251,18 +253,20 @@ void add_copy(const Copy& copy) {
     f.copies.back().group = f.group;
 }
 void commit_copies() { self().group++; }
+static void land(const Copy& copy) {
+    if (copy.from)
+        memcpy(copy.to, copy.from, 16);
+    else
+        memset(copy.to, 0, 16);
+}
 void wait_copies(int under_way) {
     Fiber& f = self();
     size_t kept = 0;
     for (Copy& copy : f.copies) {
-        if (copy.group < f.group - under_way) {
-            if (copy.from)
-                memcpy(copy.to, copy.from, 16);
-            else
-                memset(copy.to, 0, 16);
-        } else {
+        if (copy.group < f.group - under_way)
+            land(copy);
+        else
             f.copies[kept++] = copy;
-        }
     }
     f.copies.resize(kept);
 }
@@ -312,9 +316,7 @@ void add_box(Mbarrier* barrier, void* shared, const TensorMap& map, int c0, int 
 }
 
 // Boxes of 128 bytes to a row of 16-bit numbers, swizzled; zeros outside of the tensor.
-void land_boxes(Mbarrier* barrier) {
-    if (!barrier->copies) return;
-    barrier->copies = 0;
+static void land_boxes(Mbarrier* barrier) {
     size_t kept = 0;
     for (Box& box : boxes) {
         if (box.barrier != barrier) {
@@ -337,6 +339,33 @@ void land_boxes(Mbarrier* barrier) {
     }
     boxes.resize(kept);
     end_phase(barrier);
+}
+
+// Copies of threads that arrive at a barrier when these have landed.
+struct Arrivals {
+    std::vector<Copy> copies;
+    int threads = 0;
+};
+static thread_local std::map<Mbarrier*, Arrivals> arrivals;
+
+void arrive_with_copies(Mbarrier* barrier) {
+    std::vector<Copy>& own = self().copies;
+    Arrivals& a = arrivals[barrier];
+    a.copies.insert(a.copies.end(), own.begin(), own.end());
+    a.threads++;
+    own.clear();
+    barrier->copies = 1;
+}
+
+// When a thread waits for them, and no sooner.
+void land_copies(Mbarrier* barrier) {
+    if (!barrier->copies) return;
+    barrier->copies = 0;
+    Arrivals& a = arrivals[barrier];
+    for (const Copy& copy : a.copies) land(copy);
+    a.copies.clear();
+    arrive(barrier, std::exchange(a.threads, 0));
+    land_boxes(barrier);
 }
 
 static void fiber_main() {
@@ -367,6 +396,7 @@ BlockEnd run_block(const Launch& launch, dim3 at) {
     b.first = b.count = 0;
     waits = 0;
     boxes.clear();
+    arrivals.clear();
     b.launch = &launch;
     b.shared = nullptr;
     const size_t cleared = (launch.shared_bytes + 1023) / 1024 * 1024; // the largest alignment
