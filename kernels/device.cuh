@@ -264,6 +264,10 @@ __device__ __forceinline__ void tensor_copy(
 __device__ __forceinline__ uint64_t wgmma_operand(const void* p) {
     return (uint64_t)(shared_address(p) >> 4 & 0x3fffu) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
+// The operand so many bytes further on.
+__device__ __forceinline__ uint64_t wgmma_further(uint64_t operand, int bytes) {
+    return (operand & ~0xffffffffull) | ((uint32_t)operand + (bytes >> 4)); // there is no carry
+}
 // The same rows, 16 of them, as b of wgmma_columns; the next 64 columns are `step` bytes on.
 __device__ __forceinline__ uint64_t wgmma_operand_columns(const void* p, int step) {
     return (uint64_t)(shared_address(p) >> 4 & 0x3fffu) | (uint64_t)(step >> 4) << 16 | 64ull << 32 | 1ull << 62;
@@ -291,10 +295,11 @@ template <int C> __device__ __forceinline__ void wgmma_landed(float (&d)[C][4]) 
 #define WGMMA_D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_D24 WGMMA_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WGMMA_D32 WGMMA_D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_D48 WGMMA_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_D40 WGMMA_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_D48 WGMMA_D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_D64 WGMMA_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_D80 WGMMA_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define WGMMA_D88 WGMMA_D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define WGMMA_D72 WGMMA_D64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define WGMMA_D88 WGMMA_D72 ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
 #define WGMMA_D128                                                                                                     \
     WGMMA_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                     \
               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                       \
@@ -302,16 +307,36 @@ template <int C> __device__ __forceinline__ void wgmma_landed(float (&d)[C][4]) 
               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA(n, d, a, b, constants)                                                                                   \
     "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" d "}, " a ", " b ", " constants ";"
-template <int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) {
-    static_assert(C == 8 || C == 16 || C == 32, "columns: 64, 128 or 256");
-    if constexpr (C == 8)
+template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) {
+    static_assert(
+        N <= 8 * C && (N == 48 || N == 64 || N == 80 || N == 96 || N == 128 || N == 144 || N == 256), "columns");
+    if constexpr (N == 48)
+        asm volatile(WGMMA(48, WGMMA_D24, "%24", "%25", "1, 1, 1, 0, 0")
+            : WGMMA_SUMS_4(0), WGMMA_SUMS_2(4)
+            : "l"(a), "l"(b));
+    else if constexpr (N == 64)
         asm volatile(WGMMA(64, WGMMA_D32, "%32", "%33", "1, 1, 1, 0, 0") : WGMMA_SUMS_8(0) : "l"(a), "l"(b));
-    else if constexpr (C == 16)
+    else if constexpr (N == 80)
+        asm volatile(WGMMA(80, WGMMA_D40, "%40", "%41", "1, 1, 1, 0, 0")
+            : WGMMA_SUMS_8(0), WGMMA_SUMS_2(8)
+            : "l"(a), "l"(b));
+    else if constexpr (N == 96)
+        asm volatile(WGMMA(96, WGMMA_D48, "%48", "%49", "1, 1, 1, 0, 0")
+            : WGMMA_SUMS_8(0), WGMMA_SUMS_4(8)
+            : "l"(a), "l"(b));
+    else if constexpr (N == 128)
         asm volatile(WGMMA(128, WGMMA_D64, "%64", "%65", "1, 1, 1, 0, 0") : WGMMA_SUMS_16(0) : "l"(a), "l"(b));
-    else if constexpr (C == 32)
+    else if constexpr (N == 144)
+        asm volatile(WGMMA(144, WGMMA_D72, "%72", "%73", "1, 1, 1, 0, 0")
+            : WGMMA_SUMS_16(0), WGMMA_SUMS_2(16)
+            : "l"(a), "l"(b));
+    else if constexpr (N == 256)
         asm volatile(WGMMA(256, WGMMA_D128, "%128", "%129", "1, 1, 1, 0, 0")
             : WGMMA_SUMS_16(0), WGMMA_SUMS_16(16)
             : "l"(a), "l"(b));
+}
+template <int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) {
+    wgmma<8 * C>(d, a, b);
 }
 // d = a b^T: what was in d does not count.
 template <int C> __device__ __forceinline__ void wgmma_set(float (&d)[C][4], uint64_t a, uint64_t b) {

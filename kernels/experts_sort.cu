@@ -8,7 +8,7 @@
 //   tiles                                     [pairs / tile_tokens + num_experts] of (expert, first, last + 1, 0):
 //                                             up to tile_tokens positions of pair_slot
 // Tiles of e begin at offsets[e] / tile_tokens + e, which leaves each expert room without knowing the others' counts;
-// entries not needed have first = last.
+// entries not needed have first = last. With tile_tokens 0 there are none.
 //
 // One block for an expert: every block reads all ids, counts those of lower and of its own experts, then writes its
 // own. Reading them again and again from L2 costs less than the two more launches of a counting sort (pairs <= 131072,
@@ -74,12 +74,14 @@ KERNEL(experts_sort, SORT_THREADS, 0, const int* ids, const uint64_t* experts, i
         if (used) used[expert] += (uint32_t)total;
         if (expert == num_experts - 1) offsets[num_experts] = first + total;
     }
-    const int tile = first / tile_tokens + expert;
-    const int next =
-        expert == num_experts - 1 ? pairs / tile_tokens + num_experts : (first + total) / tile_tokens + expert + 1;
-    for (int i = threadIdx.x; i < next - tile; i += SORT_THREADS) {
-        const int from = first + min(i * tile_tokens, total), to = first + min((i + 1) * tile_tokens, total);
-        tiles[tile + i] = make_int4(expert, from, to, 0);
+    if (tile_tokens) {
+        const int tile = first / tile_tokens + expert;
+        const int next =
+            expert == num_experts - 1 ? pairs / tile_tokens + num_experts : (first + total) / tile_tokens + expert + 1;
+        for (int i = threadIdx.x; i < next - tile; i += SORT_THREADS) {
+            const int from = first + min(i * tile_tokens, total), to = first + min((i + 1) * tile_tokens, total);
+            tiles[tile + i] = make_int4(expert, from, to, 0);
+        }
     }
 
     if (own_of[warp] == 0) return;

@@ -6,21 +6,24 @@
 // while the sums of the last one are stored, too: nothing waits for memory between two pieces. There is no list of
 // pieces: each block finds its own, every gridDim.x-th of all, from the experts' offsets.
 //
-//   experts_{gate_up|down}_wgmma_{int4_g64|int4_g32|int8_g64|int8_g32|mxfp4_g32}_t{TOKENS}      grid (blocks)
+// The warps that multiply unpack the weights, too: into registers, from which the tensor cores take them, or, those of
+// ANY_ROW, into shared memory, because a unit's weights are not where an operand has them. Unpacking those takes longer
+// than their products, unless there are many tokens: with fewer, registers suffice for a third consumer.
+//
+//   experts_{gate_up|down}_wgmma_{int4_g64|int4_g32|int8_g64|int8_g32|mxfp4_g32}_t{96|176}      grid (blocks)
+//   experts_{gate_up|down}_wgmma_any_row_t{80|144}
 //
 // Blocks: the device's multiprocessors. A kernel beside them would take one, and its block's pieces would come after
 // all others. Arguments are those of experts_gemm.cu, with experts_sort's offsets for its tiles; num_experts <=
-// MAX_EXPERTS. TOKENS is 96 where experts have up to 80 tokens on average, and otherwise 176: for more, registers would
-// not suffice.
+// MAX_EXPERTS. The larger TOKENS are for experts with more than 80 (66) tokens on average, and as many as registers
+// suffice for.
 #include "epilogue.cuh"
 #include "experts.cuh"
 #include "packed_gemm.cuh"
 
-constexpr int WARPGROUP = 128, CONSUMERS = 2, PERSISTENT_THREADS = (CONSUMERS + 1) * WARPGROUP;
+constexpr int WARPGROUP = 128;
 
 #ifdef HAS_WGMMA
-constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / WARP, BAND_TILES = CONSUMERS * BLOCK_TILES;
-
 // A band of an expert's tiles, and the positions of pair_slot that meet it.
 struct Piece {
     int expert, band, first, tokens;
@@ -54,20 +57,32 @@ struct PiecePlace {
     }
 };
 
-template <Format F_, int SPAN_, int TOKENS_, int STAGES_> struct PersistentShape {
+template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct PersistentShape {
     static constexpr Format F = F_;
+    static constexpr int CONSUMERS = CONSUMERS_, THREADS = (CONSUMERS + 1) * WARPGROUP,
+                         BAND_TILES = CONSUMERS * BLOCK_TILES;
     static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = STAGES_, K = 64, WARP_TILES = 2, COLUMNS = TOKENS / 8;
-    static constexpr int FEWER = TOKENS > 96 ? 96 : 48; // columns that suffice for some pieces
-    static constexpr bool WGMMA = true, ROWS = false;
-    static constexpr int CONSUMER_REGISTERS = TOKENS > 96 ? 232 : 224, COPYING_REGISTERS = TOKENS > 96 ? 40 : 56;
-    static constexpr int TILE_BYTES = K / K_BLOCK * Lines<F>::PER_BLOCK * LINE_BYTES, SPANS = K / SPAN;
-    // Shared memory: the stages, each with rows, which wgmma wants aligned to 1024 bytes, lines and scales; then the
-    // barriers, the pieces, and the warps' places.
-    static constexpr int LINES_AT = TOKENS * K * 2, SCALES_AT = LINES_AT + BAND_TILES * TILE_BYTES,
+    // Columns that suffice for some pieces, and steps to more that do.
+    static constexpr int FEWEST = TOKENS == 176 ? 96 : 48, COLUMNS_STEP = TOKENS % 48 == 0 ? 48 : TOKENS - FEWEST;
+    static_assert((TOKENS - FEWEST) % COLUMNS_STEP == 0, "the last step has all");
+    static constexpr bool WGMMA = true, ROWS = F == ANY_ROW;
+    static constexpr int REGISTERS = 65536 / THREADS / 8 * 8, // of each thread, in the beginning
+        CONSUMER_REGISTERS = TOKENS > 96 ? 232
+        : CONSUMERS == 2                 ? 224
+                                         : 152,
+                         COPYING_REGISTERS = REGISTERS * (CONSUMERS + 1) - CONSUMER_REGISTERS * CONSUMERS;
+    static constexpr int TILE_BYTES = ROWS ? TILE_ROWS * K * 2 : K / K_BLOCK * Lines<F>::PER_BLOCK * LINE_BYTES,
+                         SPANS = ROWS ? 0 : K / SPAN;
+    // Shared memory: the stages, each with rows, which wgmma wants aligned to 1024 bytes, and lines and scales; of
+    // ANY_ROW, what is unpacked; then the barriers, the pieces, the warps' places, and the grid.
+    static constexpr int LINES_AT = TOKENS * K * 2, SCALES_AT = LINES_AT + (ROWS ? 0 : BAND_TILES * TILE_BYTES),
                          STAGE_BYTES = div_ceil(SCALES_AT + BAND_TILES * SPANS * 32, 1024) * 1024;
-    static constexpr int BARRIERS_AT = STAGES * STAGE_BYTES, PIECES_AT = BARRIERS_AT + STAGES * 16,
-                         PLACES_AT = PIECES_AT + (int)sizeof(Pieces),
-                         SHARED_BYTES = PLACES_AT + PERSISTENT_THREADS / WARP * (int)sizeof(PiecePlace);
+    // One that is written, one that is read, and one that warps which are behind may still read.
+    static constexpr int UNPACKED = 3, UNPACKED_AT = STAGES * STAGE_BYTES, GROUP_BYTES = BLOCK_TILES * TILE_BYTES;
+    static constexpr int BARRIERS_AT = UNPACKED_AT + (ROWS ? UNPACKED * CONSUMERS * GROUP_BYTES : 0),
+                         PIECES_AT = BARRIERS_AT + STAGES * 16, PLACES_AT = PIECES_AT + (int)sizeof(Pieces),
+                         GRID_AT = PLACES_AT + THREADS / WARP * (int)sizeof(PiecePlace),
+                         SHARED_BYTES = GRID_AT + (ROWS ? GRID_BYTES : 0);
     static_assert(SHARED_BYTES <= 227 << 10, "what a block may have");
 
     struct Stage {
@@ -78,6 +93,16 @@ template <Format F_, int SPAN_, int TOKENS_, int STAGES_> struct PersistentShape
         return {at, at + LINES_AT, at + SCALES_AT};
     }
 };
+
+// Calls act(Constant<C>) with the fewest columns C that hold so many tokens.
+template <class S, int C, class Act> __device__ __forceinline__ void with_columns(int tokens, Act act) {
+    if constexpr (C == S::TOKENS)
+        act(Constant<C>{});
+    else if (tokens <= C)
+        act(Constant<C>{});
+    else
+        with_columns<S, C + S::COLUMNS_STEP>(tokens, act);
+}
 
 // The stages, one after the other, as a thread sees them: where it is, and the parity of its barriers' phase.
 template <class S> struct Ring {
@@ -97,7 +122,7 @@ template <class S> struct Ring {
     __device__ __forceinline__ void begin() const {
         for (int s = 0; s < S::STAGES; s++) {
             mbarrier_init(full(s), WARPGROUP);
-            mbarrier_init(empty(s), CONSUMER_WARPS);
+            mbarrier_init(empty(s), S::CONSUMERS * WARPGROUP / WARP);
         }
         mbarrier_init_done();
     }
@@ -118,78 +143,132 @@ template <class S> struct Ring {
 template <class RowOf> struct Operands {
     const uint64_t* experts;
     int at, tiles, k; // where the matrix begins in an expert
+    const Packing& packing;
     const bf16* x;
     RowOf row_of;
+
+    __device__ __forceinline__ const uint8_t* matrix(const Piece& piece) const {
+        return reinterpret_cast<const uint8_t*>(experts[piece.expert]) + at;
+    }
 };
 
-// The copying warpgroup's part. What lies past the tiles and the tokens is multiplied, too, and goes nowhere: there the
-// last ones are copied again, so that nothing is asked of each copy.
+// What a copying thread brings of a piece's tokens: the same chunk of every so many. Past the last token it is copied
+// again, so that nothing is asked of each copy; those products go nowhere.
+template <class S> struct TokenCopies {
+    static constexpr int CHUNKS = S::K / 8, STEP = WARPGROUP / CHUNKS, COPIES = div_ceil(S::TOKENS, STEP);
+    static_assert(STEP % 8 == 0, "chunks of one swizzle to a thread");
+    uint32_t from[COPIES]; // in chunks of 8 inputs
+    const bf16* x;
+    int chunk, to, tokens;
+
+    template <class RowOf>
+    __device__ __forceinline__ TokenCopies(const Operands<RowOf>& a, const Piece& piece)
+        : x(a.x), chunk(threadIdx.x % CHUNKS), tokens(piece.tokens) {
+        const int first = threadIdx.x % WARPGROUP / CHUNKS;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++)
+            from[i] =
+                (uint32_t)a.row_of(piece.first + min(first + i * STEP, piece.tokens - 1)) * (uint32_t)(a.k / 8) + chunk;
+        to = first * S::K * 2 + swizzle_row<S>(first, chunk);
+    }
+
+    // Stage after stage, a `whole` one, or its first half, and zeros.
+    __device__ __forceinline__ void copy(const typename S::Stage& stage, bool whole) {
+        with_columns<S, S::FEWEST>(tokens, [&](auto columns) {
+#pragma unroll
+            for (int i = 0; i < div_ceil(decltype(columns)::value, STEP); i++)
+                copy_async_16(
+                    stage.rows + to + i * STEP * S::K * 2, x + (size_t)from[i] * 8, whole || chunk < CHUNKS / 2);
+        });
+        x += S::K;
+    }
+};
+
+// What a copying thread brings of the weights as they lie: the same chunk of every so many tiles. Past the last tile it
+// is copied again.
+template <class S> struct LineCopies {
+    static constexpr int CHUNKS = S::TILE_BYTES / 16, STEP = WARPGROUP / CHUNKS, COPIES = S::BAND_TILES / STEP,
+                         SCALE_CHUNKS = S::SPANS * 2;
+    static_assert(WARPGROUP % CHUNKS == 0, "chunks are dealt out evenly");
+    uint32_t from[COPIES];
+    const uint8_t *lines, *scales;
+    int group_shift;
+
+    template <class RowOf>
+    __device__ __forceinline__ LineCopies(const Operands<RowOf>& a, const Piece& piece)
+        : group_shift(31 - __clz(a.packing.group)) {
+        const int tid = threadIdx.x % WARPGROUP;
+        const TileBytes bytes = tile_bytes_of<S::F>(a.k, a.packing);
+        const uint8_t* matrix = a.matrix(piece);
+        auto tile = [&](int i) {
+            return matrix + (size_t)min(piece.band * S::BAND_TILES + i, a.tiles - 1) * bytes.all;
+        };
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) from[i] = (uint32_t)(tile(tid / CHUNKS + i * STEP) - tile(0));
+        lines = tile(0) + bytes.scales + tid % CHUNKS * 16;
+        scales = tile(tid / SCALE_CHUNKS) + tid % 2 * 16;
+    }
+
+    __device__ __forceinline__ void copy(const typename S::Stage& stage, int k0, bool whole) {
+        const int tid = threadIdx.x % WARPGROUP;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++)
+            copy_async_16(
+                stage.lines + tid * 16 + i * WARPGROUP * 16, lines + from[i], whole || tid % CHUNKS < CHUNKS / 2);
+        if (tid < S::BAND_TILES * SCALE_CHUNKS) {
+            const int at = tid / 2 % S::SPANS * S::SPAN;
+            copy_async_16(stage.scales + tid * 16, scales + (k0 + at >> group_shift) * 32, whole || at == 0);
+        }
+        lines += S::TILE_BYTES;
+    }
+};
+
+// Weights of ANY_ROW do not come by copies.
+struct NoCopies {
+    template <class Stage> __device__ __forceinline__ void copy(const Stage&, int, bool) {}
+};
+
+// The copying warpgroup's part.
 template <class S, class RowOf>
 __device__ __forceinline__ void copy_pieces(
-    Ring<S> ring, const Pieces& pieces, PiecePlace& at, const Operands<RowOf>& a, const Packing& packing) {
-    const int tid = threadIdx.x % WARPGROUP, k = a.k, group_shift = 31 - __clz(packing.group);
-    const TileBytes bytes = tile_bytes_of<S::F>(k, packing);
-    // The same chunk of every so many tiles, and of every so many tokens.
-    constexpr int TILE_CHUNKS = S::TILE_BYTES / 16, TILE_STEP = WARPGROUP / TILE_CHUNKS, SCALE_CHUNKS = S::SPANS * 2;
-    constexpr int ROW_CHUNKS = S::K / 8, ROW_STEP = WARPGROUP / ROW_CHUNKS, ROW_COPIES = div_ceil(S::TOKENS, ROW_STEP);
-    static_assert(WARPGROUP % TILE_CHUNKS == 0 && ROW_STEP % 8 == 0, "chunks are dealt out evenly");
+    Ring<S> ring, const Pieces& pieces, PiecePlace& at, const Operands<RowOf>& a) {
     static_assert(S::K == 2 * K_BLOCK, "the last stage has both blocks or one");
-    const int tile_chunk = tid % TILE_CHUNKS, first_tile = tid / TILE_CHUNKS;
-    const int row_chunk = tid % ROW_CHUNKS, first_row = tid / ROW_CHUNKS;
-    const int row_to = first_row * S::K * 2 + swizzle_row<S>(first_row, row_chunk);
     while (at.take<S::TOKENS>(pieces)) {
         const Piece piece = at.piece;
-        uint32_t row_from[ROW_COPIES]; // in chunks of 8 inputs
-#pragma unroll
-        for (int i = 0; i < ROW_COPIES; i++)
-            row_from[i] =
-                (uint32_t)a.row_of(piece.first + min(first_row + i * ROW_STEP, piece.tokens - 1)) * (uint32_t)(k / 8) +
-                row_chunk;
-        const uint8_t* matrix = reinterpret_cast<const uint8_t*>(a.experts[piece.expert]) + a.at;
-        auto tile = [&](int i) { return matrix + (size_t)min(piece.band * BAND_TILES + i, a.tiles - 1) * bytes.all; };
-        uint32_t line_from[BAND_TILES / TILE_STEP];
-#pragma unroll
-        for (int i = 0; i < BAND_TILES / TILE_STEP; i++)
-            line_from[i] = (uint32_t)(tile(first_tile + i * TILE_STEP) - tile(0));
-        const uint8_t *lines = tile(0) + bytes.scales + tile_chunk * 16,
-                      *scales = tile(tid / SCALE_CHUNKS) + tid % 2 * 16;
-        const bf16* x = a.x;
-        auto copy_stage = [&](int k0, auto whole) {
-            constexpr bool WHOLE = decltype(whole)::value; // or the first half, and zeros
+        TokenCopies<S> tokens(a, piece);
+        auto weights = [&] {
+            if constexpr (S::ROWS)
+                return NoCopies{};
+            else
+                return LineCopies<S>(a, piece);
+        }();
+        auto copy_stage = [&](int k0, bool whole) {
             ring.wait_empty();
             const typename S::Stage to = ring.stage();
-#pragma unroll
-            for (int i = 0; i < BAND_TILES / TILE_STEP; i++)
-                copy_async_16(to.lines + tid * 16 + i * WARPGROUP * 16, lines + line_from[i],
-                    WHOLE || tile_chunk < TILE_CHUNKS / 2);
-            if (tid < BAND_TILES * SCALE_CHUNKS) {
-                const int at = tid / 2 % S::SPANS * S::SPAN;
-                copy_async_16(to.scales + tid * 16, scales + (k0 + at >> group_shift) * 32, WHOLE || at == 0);
-            }
-            auto copy_rows = [&](auto copies) {
-#pragma unroll
-                for (int i = 0; i < decltype(copies)::value; i++)
-                    copy_async_16(to.rows + row_to + i * ROW_STEP * S::K * 2, x + (size_t)row_from[i] * 8,
-                        WHOLE || row_chunk < ROW_CHUNKS / 2);
-            };
-            if (piece.tokens <= S::FEWER)
-                copy_rows(Constant<div_ceil(S::FEWER, ROW_STEP)>{});
-            else
-                copy_rows(Constant<ROW_COPIES>{});
+            tokens.copy(to, whole);
+            weights.copy(to, k0, whole);
             ring.written();
             ring.advance();
-            lines += S::TILE_BYTES, x += S::K;
         };
         int k0 = 0;
 #pragma unroll 1
-        for (; k0 + S::K <= k; k0 += S::K) copy_stage(k0, Constant<true>{});
-        if (k0 < k) copy_stage(k0, Constant<false>{});
+        for (; k0 + S::K <= a.k; k0 += S::K) copy_stage(k0, true);
+        if (k0 < a.k) copy_stage(k0, false);
     }
+}
+
+// What a consuming warp has of a piece: two tiles and, of each, rows 2g (two numbers of a column, tokens 2t and 2t + 1)
+// and 2g + 1 (the other two). There may be columns that are not asked for.
+template <int C> using WarpSums = float[2][C][4];
+
+// The first of its two tiles in the matrix.
+template <class S> __device__ __forceinline__ int own_tile(const Piece& piece) {
+    return piece.band * S::BAND_TILES + threadIdx.x / WARP * 2;
 }
 
 // Adds a piece's products.
 template <class S, int C>
-__device__ __forceinline__ void multiply_stages(float (&acc)[2][C][4], Ring<S>& ring, int steps, bool f16) {
+__device__ __forceinline__ void multiply_stages(WarpSums<C>& acc, Ring<S>& ring, int steps, bool f16) {
     WgmmaWeights<S> weights(f16);
     typename S::Stage stage;
     auto begin_stage = [&] {
@@ -197,7 +276,7 @@ __device__ __forceinline__ void multiply_stages(float (&acc)[2][C][4], Ring<S>& 
         stage = ring.stage();
         weights.load(stage, 0);
     };
-    int before = -1;
+    int before = -1; // the stage that the products under way read
     auto before_is_read = [&] {
         if (before >= 0) ring.read(before);
     };
@@ -216,46 +295,94 @@ __device__ __forceinline__ void multiply_stages(float (&acc)[2][C][4], Ring<S>& 
     wgmma_landed(acc[1]);
 }
 
-// The first COLUMNS columns of a piece; store(piece, sums) is told of them.
-template <class S, int COLUMNS, class Store>
-__device__ __forceinline__ void multiply_piece(Ring<S>& ring, const Piece& piece, int steps, bool f16, Store store) {
-    float acc[2][COLUMNS / 8][4];
+// The same for weights of format F, which is one of ANY_ROW. Each warp unpacks its two tiles. `unpacked` says where,
+// and goes on from piece to piece.
+template <class S, Format F, class RowOf>
+__device__ __forceinline__ void unpack_and_multiply_stages(
+    WarpSums<S::COLUMNS>& acc, Ring<S>& ring, int& unpacked, const Piece& piece, const Operands<RowOf>& a) {
+    const int group = threadIdx.x / WARPGROUP, tile = threadIdx.x / WARP % 4 * 2, steps = div_ceil(a.k, S::K),
+              group_shift = 31 - __clz(a.packing.group), tokens = piece.tokens;
+    const uint32_t* grid = reinterpret_cast<const uint32_t*>(ring.shared + S::GRID_AT);
+    const TileBytes bytes = tile_bytes_of<F>(a.k, a.packing);
+    const uint8_t* from[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 2; i++) // past the last tile it stands in
+        from[i] = a.matrix(piece) + (size_t)min(own_tile<S>(piece) + i, a.tiles - 1) * bytes.all;
+    RowUnit units[2];
+    auto load = [&](int i, int s) { load_row_unit<F, 1>(units[i], from[i], s, a.k, group_shift, bytes.scales); };
+    load(0, 0), load(1, 0);
+    int before = -1;
+#pragma unroll 1
+    for (int s = 0; s < steps; s++) {
+        unsigned char* weights = ring.shared + S::UNPACKED_AT + (unpacked * S::CONSUMERS + group) * S::GROUP_BYTES;
+        unpacked = unpacked + 1 == S::UNPACKED ? 0 : unpacked + 1;
 #pragma unroll
-        for (int j = 0; j < COLUMNS / 8; j++)
-#pragma unroll
-            for (int c = 0; c < 4; c++) acc[i][j][c] = 0.0f;
-    multiply_stages<S>(acc, ring, steps, f16);
-    store(Piece(piece), acc);
+        for (int i = 0; i < 2; i++) {
+            uint4 scaled[4];
+            unpack_unit<F>(scaled, units[i], grid, a.packing.f16);
+            load(i, s + 1);
+            store_weights<S>(weights, tile + i, scaled);
+        }
+        ring.wait_full();
+        barrier_sync(1 + group, WARPGROUP);
+        with_columns<S, S::FEWEST>(tokens,
+            [&](auto columns) { multiply_rows_wgmma<S, decltype(columns)::value>(acc, weights, ring.stage().rows); });
+        wgmma_wait<1>();
+        if (before >= 0) ring.read(before);
+        before = ring.slot;
+        ring.advance();
+    }
+    wgmma_wait<0>();
+    ring.read(before);
+    wgmma_landed(acc[0]);
+    wgmma_landed(acc[1]);
 }
 
-// A consumer's part.
-template <class S, class Store>
+// A consumer's part. store(piece, sums, columns) is told of the first columns of a piece.
+template <class S, class RowOf, class Store>
 __device__ __forceinline__ void multiply_pieces(
-    Ring<S> ring, const Pieces& pieces, PiecePlace& at, int k, bool f16, Store store) {
-    const int steps = div_ceil(k, S::K);
+    Ring<S> ring, const Pieces& pieces, PiecePlace& at, const Operands<RowOf>& a, Store store) {
+    auto clear = [](auto& acc) {
+#pragma unroll
+        for (auto& tile : acc)
+#pragma unroll
+            for (auto& column : tile)
+#pragma unroll
+                for (float& sum : column) sum = 0.0f;
+    };
+    [[maybe_unused]] int unpacked = 0;
     while (at.take<S::TOKENS>(pieces)) {
-        if (at.piece.tokens <= S::FEWER)
-            multiply_piece<S, S::FEWER>(ring, at.piece, steps, f16, store);
-        else
-            multiply_piece<S, S::TOKENS>(ring, at.piece, steps, f16, store);
+        if constexpr (S::ROWS) {
+            WarpSums<S::COLUMNS> acc;
+            clear(acc);
+            with_row(a.packing.format,
+                [&](auto f) { unpack_and_multiply_stages<S, decltype(f)::value>(acc, ring, unpacked, at.piece, a); });
+            with_columns<S, S::FEWEST>(at.piece.tokens, [&](auto columns) { store(Piece(at.piece), acc, columns); });
+        } else {
+            with_columns<S, S::FEWEST>(at.piece.tokens, [&](auto columns) {
+                WarpSums<decltype(columns)::value / 8> acc;
+                clear(acc);
+                multiply_stages<S>(acc, ring, div_ceil(a.k, S::K), a.packing.f16);
+                store(Piece(at.piece), acc, columns);
+            });
+        }
     }
 }
 
 // The roles of a block's warpgroups.
 template <class S, class RowOf, class Store>
-__device__ __forceinline__ void persistent(
-    const int* offsets, int num_experts, const Operands<RowOf>& a, const Packing& packing, Store store) {
+__device__ __forceinline__ void persistent(const int* offsets, int num_experts, const Operands<RowOf>& a, Store store) {
     DYNAMIC_SHARED_ALIGNED(unsigned char, shared, 1024);
     Pieces& pieces = *reinterpret_cast<Pieces*>(shared + S::PIECES_AT);
     PiecePlace& at = reinterpret_cast<PiecePlace*>(shared + S::PLACES_AT)[threadIdx.x / WARP];
     const Ring<S> ring(shared);
     if (threadIdx.x == 0) ring.begin();
     begin_kernel();
-    for (int e = threadIdx.x; e <= num_experts; e += PERSISTENT_THREADS) pieces.offsets[e] = offsets[e];
+    for (int e = threadIdx.x; e <= num_experts; e += S::THREADS) pieces.offsets[e] = offsets[e];
     if (threadIdx.x % WARP == 0) at.next = blockIdx.x;
-    if (threadIdx.x == 0) pieces.experts = num_experts, pieces.bands = div_ceil(a.tiles, BAND_TILES);
+    if (threadIdx.x == 0) pieces.experts = num_experts, pieces.bands = div_ceil(a.tiles, S::BAND_TILES);
+    if (S::ROWS)
+        copy_grid(reinterpret_cast<uint32_t*>(shared + S::GRID_AT), a.packing.grid, grid_words(a.packing.format));
     __syncthreads();
     if (threadIdx.x < WARP) {
         int before = 0;
@@ -271,21 +398,14 @@ __device__ __forceinline__ void persistent(
         }
     }
     __syncthreads();
-    if (threadIdx.x >= CONSUMERS * WARPGROUP) {
+    if (threadIdx.x >= S::CONSUMERS * WARPGROUP) {
         fewer_registers<S::COPYING_REGISTERS>();
-        copy_pieces<S>(ring, pieces, at, a, packing);
+        copy_pieces(ring, pieces, at, a);
     } else {
         more_registers<S::CONSUMER_REGISTERS>();
-        multiply_pieces<S>(ring, pieces, at, a.k, packing.f16, store);
+        multiply_pieces(ring, pieces, at, a, store);
     }
 }
-
-// What a consuming warp has of a piece: two tiles and, of each, rows 2g (two numbers of a column, tokens 2t and 2t + 1)
-// and 2g + 1 (the other two).
-template <int COLUMNS> using WarpSums = float[2][COLUMNS][4];
-
-// The first of its two tiles in the matrix.
-__device__ __forceinline__ int own_tile(const Piece& piece) { return piece.band * BAND_TILES + threadIdx.x / WARP * 2; }
 
 // Of rows `row` and `row` + 1 of expert `e`.
 __device__ __forceinline__ float2 two_biases(const float* all, int e, int row, int rows) {
@@ -293,9 +413,9 @@ __device__ __forceinline__ float2 two_biases(const float* all, int e, int row, i
 }
 
 // h of a piece's tokens, whose first row it is.
-template <int COLUMNS>
+template <class S, int COLUMNS, int C>
 __device__ __forceinline__ void store_gate_up(
-    const Piece& piece, const WarpSums<COLUMNS>& sums, const Epilogue& epilogue, bf16* h, int intermediate) {
+    const Piece& piece, const WarpSums<C>& sums, const Epilogue& epilogue, bf16* h, int intermediate) {
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
     // KINDS of tiles take turns: gate and up, or all are of up. of(row) is the activation of a row and the next one.
     // Its form is asked here and not for each sum: registers cannot be counted through, so all of it is there COLUMNS
@@ -304,7 +424,7 @@ __device__ __forceinline__ void store_gate_up(
         constexpr int KINDS = decltype(kinds)::value;
 #pragma unroll
         for (int i = 0; i < 2; i += KINDS) {
-            const int row = (own_tile(piece) + i) / KINDS * TILE_ROWS + 2 * g;
+            const int row = (own_tile<S>(piece) + i) / KINDS * TILE_ROWS + 2 * g;
             if (row >= intermediate) continue;
             const auto activation = of(row);
             bf16* to = h + (size_t)(2 * t) * intermediate + row;
@@ -336,10 +456,10 @@ __device__ __forceinline__ void store_gate_up(
 }
 
 // y of a piece's pairs.
-template <int COLUMNS>
-__device__ __forceinline__ void store_down(const Piece& piece, const WarpSums<COLUMNS>& sums, const Epilogue& epilogue,
-    const int* pair_slot, bf16* y, int hidden) {
-    const int lane = threadIdx.x % WARP, t = lane % 4, row_at = own_tile(piece) * TILE_ROWS + lane / 4 * 2;
+template <class S, int COLUMNS, int C>
+__device__ __forceinline__ void store_down(
+    const Piece& piece, const WarpSums<C>& sums, const Epilogue& epilogue, const int* pair_slot, bf16* y, int hidden) {
+    const int lane = threadIdx.x % WARP, t = lane % 4, row_at = own_tile<S>(piece) * TILE_ROWS + lane / 4 * 2;
     // Read at once, and dealt out from lane to lane.
     constexpr int READS = div_ceil(8 * COLUMNS, WARP);
     int pairs[READS];
@@ -373,9 +493,11 @@ __device__ __forceinline__ void gate_up(const int* offsets, const int* pair_slot
     const Epilogue& epilogue) {
     const int kinds = epilogue.activation.form == RELU_SQUARED ? 1 : 2;
     auto row_of = [&](int i) { return pair_slot[i] / top_k; };
-    const Operands<decltype(row_of)> operands{experts, 0, kinds * div_ceil(intermediate, TILE_ROWS), hidden, x, row_of};
-    persistent<S>(offsets, num_experts, operands, packing, [&](const Piece& piece, const auto& sums) {
-        store_gate_up(piece, sums, epilogue, h + (size_t)piece.first * intermediate, intermediate);
+    const Operands<decltype(row_of)> operands{
+        experts, 0, kinds * div_ceil(intermediate, TILE_ROWS), hidden, packing, x, row_of};
+    persistent<S>(offsets, num_experts, operands, [&](const Piece& piece, const auto& sums, auto columns) {
+        store_gate_up<S, decltype(columns)::value / 8>(
+            piece, sums, epilogue, h + (size_t)piece.first * intermediate, intermediate);
     });
 }
 
@@ -384,9 +506,11 @@ __device__ __forceinline__ void down(const int* offsets, const int* pair_slot, c
     bf16* y, int hidden, int intermediate, int down_at, int num_experts, const Packing& packing,
     const Epilogue& epilogue) {
     auto row_of = [](int i) { return i; };
-    const Operands<decltype(row_of)> operands{experts, down_at, div_ceil(hidden, TILE_ROWS), intermediate, h, row_of};
-    persistent<S>(offsets, num_experts, operands, packing,
-        [&](const Piece& piece, const auto& sums) { store_down(piece, sums, epilogue, pair_slot, y, hidden); });
+    const Operands<decltype(row_of)> operands{
+        experts, down_at, div_ceil(hidden, TILE_ROWS), intermediate, packing, h, row_of};
+    persistent<S>(offsets, num_experts, operands, [&](const Piece& piece, const auto& sums, auto columns) {
+        store_down<S, decltype(columns)::value / 8>(piece, sums, epilogue, pair_slot, y, hidden);
+    });
 }
 #endif
 
@@ -394,24 +518,28 @@ __device__ __forceinline__ void down(const int* offsets, const int* pair_slot, c
     const int *offsets, const int *pair_slot, const uint64_t *experts, const bf16 *from, bf16 *to, int hidden,         \
         int intermediate, int down_at, int top_k, int num_experts, const __grid_constant__ Packing packing,            \
         const __grid_constant__ Epilogue epilogue
-#define PERSISTENT(format, F, SPAN, TOKENS, STAGES, SHARED)                                                            \
+#define PERSISTENT(format, F, SPAN, TOKENS, CONSUMERS, STAGES, SHARED)                                                 \
     KERNEL_TILE(experts_gate_up_wgmma_##format##_t##TOKENS, TOKENS)                                                    \
-    KERNEL_BLOCKS(experts_gate_up_wgmma_##format##_t##TOKENS, PERSISTENT_THREADS, 1, SHARED, PERSISTENT_ARGUMENTS)     \
-    WITH_WGMMA(SHARED, (PersistentShape<F, SPAN, TOKENS, STAGES>::SHARED_BYTES),                                       \
-        (gate_up<PersistentShape<F, SPAN, TOKENS, STAGES>>(                                                            \
+    KERNEL_BLOCKS(                                                                                                     \
+        experts_gate_up_wgmma_##format##_t##TOKENS, (CONSUMERS + 1) * WARPGROUP, 1, SHARED, PERSISTENT_ARGUMENTS)      \
+    WITH_WGMMA(SHARED, (PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>::SHARED_BYTES),                            \
+        (gate_up<PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>>(                                                 \
             offsets, pair_slot, experts, from, to, hidden, intermediate, top_k, num_experts, packing, epilogue)))      \
     KERNEL_TILE(experts_down_wgmma_##format##_t##TOKENS, TOKENS)                                                       \
-    KERNEL_BLOCKS(experts_down_wgmma_##format##_t##TOKENS, PERSISTENT_THREADS, 1, SHARED, PERSISTENT_ARGUMENTS)        \
-    WITH_WGMMA(SHARED, (PersistentShape<F, SPAN, TOKENS, STAGES>::SHARED_BYTES),                                       \
-        (down<PersistentShape<F, SPAN, TOKENS, STAGES>>(                                                               \
+    KERNEL_BLOCKS(                                                                                                     \
+        experts_down_wgmma_##format##_t##TOKENS, (CONSUMERS + 1) * WARPGROUP, 1, SHARED, PERSISTENT_ARGUMENTS)         \
+    WITH_WGMMA(SHARED, (PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>::SHARED_BYTES),                            \
+        (down<PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>>(                                                    \
             offsets, pair_slot, experts, from, to, hidden, intermediate, down_at, num_experts, packing, epilogue)))
-PERSISTENT(int4_g64, INT4, 64, 96, 10, 219548)
-PERSISTENT(int4_g64, INT4, 64, 176, 7, 226668)
-PERSISTENT(int4_g32, INT4, 32, 96, 10, 219548)
-PERSISTENT(int4_g32, INT4, 32, 176, 7, 226668)
-PERSISTENT(mxfp4_g32, MXFP4, 32, 96, 10, 219548)
-PERSISTENT(mxfp4_g32, MXFP4, 32, 176, 7, 226668)
-PERSISTENT(int8_g64, INT8, 64, 96, 7, 212332)
-PERSISTENT(int8_g64, INT8, 64, 176, 5, 204108)
-PERSISTENT(int8_g32, INT8, 32, 96, 7, 212332)
-PERSISTENT(int8_g32, INT8, 32, 176, 5, 204108)
+PERSISTENT(int4_g64, INT4, 64, 96, 2, 10, 219548)
+PERSISTENT(int4_g64, INT4, 64, 176, 2, 7, 226668)
+PERSISTENT(int4_g32, INT4, 32, 96, 2, 10, 219548)
+PERSISTENT(int4_g32, INT4, 32, 176, 2, 7, 226668)
+PERSISTENT(mxfp4_g32, MXFP4, 32, 96, 2, 10, 219548)
+PERSISTENT(mxfp4_g32, MXFP4, 32, 176, 2, 7, 226668)
+PERSISTENT(int8_g64, INT8, 64, 96, 2, 7, 212332)
+PERSISTENT(int8_g64, INT8, 64, 176, 2, 5, 204108)
+PERSISTENT(int8_g32, INT8, 32, 96, 2, 7, 212332)
+PERSISTENT(int8_g32, INT8, 32, 176, 2, 5, 204108)
+PERSISTENT(any_row, ANY_ROW, 64, 80, 3, 6, 221612)
+PERSISTENT(any_row, ANY_ROW, 64, 144, 2, 6, 221532)

@@ -108,10 +108,12 @@ template <class S> __device__ __forceinline__ uint4 stage_inputs(const typename 
 
 // Where 8 weights of ANY_ROW lie: row r of a tile is row r / 2 + r % 2 * 8 here, as the instructions count. For mma,
 // the places of chunks make reads of a row's chunks and writes of a unit meet in no bank. For wgmma, the first tiles of
-// the four warps lie in front of the second ones: 64 rows to a product.
+// a warpgroup's four warps lie in front of the second ones: 64 rows to a product.
 template <class S> __device__ __forceinline__ int swizzle_weights(int tile, int row, int chunk) {
-    if (S::WGMMA)
-        return (tile % 2 * (GEMM_THREADS / WARP) + tile / 2) * S::TILE_BYTES + row * 128 + swizzle_row<S>(row, chunk);
+    if (S::WGMMA) {
+        const int place = tile / BLOCK_TILES * BLOCK_TILES + tile % 2 * (BLOCK_TILES / 2) + tile % BLOCK_TILES / 2;
+        return place * S::TILE_BYTES + row * 128 + swizzle_row<S>(row, chunk);
+    }
     const int moved = ((row ^ row >> 1) & 1) * 4 | (row & 2) | (row >> 2 & 1);
     return tile * S::TILE_BYTES + row * 128 + (chunk ^ moved) * 16;
 }
@@ -123,50 +125,56 @@ struct RowBand {
     int tiles, k, group_shift;
 };
 
-// A warp's two units of a stage.
+// A warp's two units of a stage; past the last tile it stands in.
 __device__ __forceinline__ void load_units(RowUnit (&units)[2], const RowBand& band, int stage, int format) {
     const int tile = threadIdx.x / WARP * 2;
     with_row(format, [&](auto f) {
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            load_row_unit<decltype(f)::value, 1>(units[i], band.weights + (size_t)(tile + i) * band.bytes.all, stage,
-                tile + i < band.tiles ? band.k : 0, band.group_shift, band.bytes.scales);
+            load_row_unit<decltype(f)::value, 1>(units[i],
+                band.weights + (size_t)min(tile + i, band.tiles - 1) * band.bytes.all, stage, band.k, band.group_shift,
+                band.bytes.scales);
     });
 }
 
-// Their weights, scaled and rounded once, to shared memory.
+// The weights of a lane in a unit, scaled and rounded once: of rows 4q .. 4q + 3 its 8 inputs.
+template <Format F>
+__device__ __forceinline__ void unpack_unit(uint4 (&weights)[4], const RowUnit& unit, const uint32_t* grid, bool f16) {
+    float2 scales[1][4];
+    row_scales<F>(unit, f16, scales);
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        uint32_t four[2], pairs[4];
+        row_codes<F>(unit, r, grid, four);
+        const float scale = scales[0][r].x, offset = scales[0][r].y - RowOf<F>::NUMBER_BIAS * scale;
+#pragma unroll
+        for (int p = 0; p < 4; p++)
+            pairs[p] =
+                pack_bf16(row_number<F>(four, 2 * p) * scale + offset, row_number<F>(four, 2 * p + 1) * scale + offset);
+        weights[r] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+}
+template <class S>
+__device__ __forceinline__ void store_weights(unsigned char* to, int tile, const uint4 (&weights)[4]) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const int row = g % 4 * 2 + r / 2 + r % 2 * 8; // 4q + r
+        *reinterpret_cast<uint4*>(to + swizzle_weights<S>(tile, row, g / 4 * 4 + t)) = weights[r];
+    }
+}
+
+// A warp's two units of a stage, to shared memory.
 template <class S>
 __device__ __forceinline__ void store_units(
     unsigned char* to, const RowUnit (&units)[2], const uint32_t* grid, const Packing& packing) {
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, tile = threadIdx.x / WARP * 2;
+    const int tile = threadIdx.x / WARP * 2;
 #pragma unroll 1
     for (int i = 0; i < 2; i++) {
         const RowUnit unit = i ? units[1] : units[0];
-        uint32_t pairs[4][4];
-        float2 scale[1][4];
-        with_row(packing.format, [&](auto f) {
-            constexpr Format F = decltype(f)::value;
-            row_scales<F>(unit, packing.f16, scale);
-#pragma unroll
-            for (int r = 0; r < 4; r++) {
-                uint32_t four[2];
-                row_codes<F>(unit, r, grid, four);
-#pragma unroll
-                for (int p = 0; p < 4; p++) pairs[r][p] = row_pair_biased<F>(four[p / 2], p % 2);
-                scale[0][r].y -= RowOf<F>::PAIR_BIAS * scale[0][r].x;
-            }
-        });
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            uint32_t weights[4];
-#pragma unroll
-            for (int p = 0; p < 4; p++)
-                weights[p] = pack_bf16(low_f32(pairs[r][p]) * scale[0][r].x + scale[0][r].y,
-                    high_f32(pairs[r][p]) * scale[0][r].x + scale[0][r].y);
-            const int row = g % 4 * 2 + r / 2 + r % 2 * 8; // 4q + r
-            *reinterpret_cast<uint4*>(to + swizzle_weights<S>(tile + i, row, g / 4 * 4 + t)) =
-                make_uint4(weights[0], weights[1], weights[2], weights[3]);
-        }
+        uint4 weights[4];
+        with_row(packing.format, [&](auto f) { unpack_unit<decltype(f)::value>(weights, unit, grid, packing.f16); });
+        store_weights<S>(to, tile + i, weights);
     }
 }
 
@@ -264,15 +272,19 @@ __device__ __forceinline__ void multiply_scaling_sums(Sums<S>& acc, const typena
 }
 
 #ifdef HAS_WGMMA
-// Weights of ANY_ROW. When it returns, the products are under way and still read the stage.
-template <class S> __device__ __forceinline__ void multiply_rows_wgmma(Sums<S>& acc, const typename S::Stage& stage) {
+// The first N tokens with weights of ANY_ROW, those of a warpgroup from `lines` on. When it returns, the products are
+// under way and still read the stage.
+template <class S, int N, int C>
+__device__ __forceinline__ void multiply_rows_wgmma(
+    float (&acc)[2][C][4], const unsigned char* lines, const unsigned char* rows) {
+    const uint64_t a = wgmma_operand(lines), b = wgmma_operand(rows);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < S::K / 16; step++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            wgmma(acc[i], wgmma_operand(stage.lines + i * (S::LINES_BYTES / 2) + step * 32),
-                wgmma_operand(stage.rows + step * 32));
+            wgmma<N>(acc[i], wgmma_further(a, i * (BLOCK_TILES / 2 * S::TILE_BYTES) + step * 32),
+                wgmma_further(b, step * 32));
     wgmma_commit();
 }
 
@@ -463,7 +475,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
         auto all = [&](auto n) {
             each_stage([&](const typename S::Stage& stage) {
                 if constexpr (S::ROWS) {
-                    multiply_rows_wgmma<S>(acc, stage);
+                    multiply_rows_wgmma<S, S::TOKENS>(acc, stage.lines, stage.rows);
                 } else {
                     WgmmaWeights<S> tiles(f16);
                     tiles.load(stage, 0);

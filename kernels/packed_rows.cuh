@@ -85,9 +85,10 @@ template <Format F> struct RowOf {
         SUPER_BYTES = HEAD + GROUPS * RECORD;
     static constexpr int PARTS = ROW.group == 16 ? 2 : 1; // groups of a block
     // Added to codes, so that they are bytes without a sign; less than 128 but of IQ4.
-    static constexpr int BIAS = ROW.codes == OF_IQ4 ? 128 : 64;
-    // What row_pair_biased adds.
-    static constexpr float PAIR_BIAS = ROW.codes == OF_E4M3 || ROW.codes == OF_IQ4 ? 0.0f : 128.0f + BIAS;
+    // What row_codes adds.
+    static constexpr int BIAS = ROW.codes == OF_IQ4 ? 128 : ROW.codes == INTEGERS ? ROW.zero : 64;
+    // What row_number adds.
+    static constexpr float NUMBER_BIAS = ROW.codes == OF_E4M3 || ROW.codes == OF_IQ4 ? 0.0f : 128.0f + BIAS;
 };
 
 template <Format F> __device__ __forceinline__ uint32_t row_scale_bytes(int k, int group) {
@@ -124,22 +125,18 @@ __device__ __forceinline__ uint32_t of_row(const uint4& of, int r) {
     return r == 0 ? of.x : r == 1 ? of.y : r == 2 ? of.z : of.w;
 }
 
-// Unit `u` of a tile, whose codes begin at `codes`; blocks beyond k are zero. Of groups of 16 those of PARTS = 1 are
-// the lane's own.
+// Unit `u` of a tile, whose codes begin at `codes`. Beyond k the last block stands in: its inputs are zero. Of groups
+// of 16 those of PARTS = 1 are the lane's own.
 template <Format F, int PARTS>
 __device__ __forceinline__ void load_row_unit(
     RowUnit& unit, const uint8_t* tile, int u, int k, int group_shift, uint32_t codes) {
     using R = RowOf<F>;
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, q = g % 4, block = 2 * u + g / 4;
-    const bool there = block * K_BLOCK < k;
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, q = g % 4,
+              block = min(2 * u + g / 4, k / K_BLOCK - 1);
     unit.block = block;
-    auto word = [&](const uint8_t* from) { return there ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0u; };
-    auto words2 = [&](const uint8_t* from) {
-        return there ? __ldg(reinterpret_cast<const uint2*>(from)) : make_uint2(0, 0);
-    };
-    auto words4 = [&](const uint8_t* from) {
-        return there ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
-    };
+    auto word = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint32_t*>(from)); };
+    auto words2 = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint2*>(from)); };
+    auto words4 = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); };
 
     const int super = block / R::BLOCKS, within = block % R::BLOCKS;
     const uint8_t* lines = tile + codes + (size_t)(block * R::LINES + super * R::MORE_LINES) * LINE_BYTES + q * 16;
@@ -160,8 +157,7 @@ __device__ __forceinline__ void load_row_unit(
             line = t / 2 * 3 + (i == 0 ? t % 2 : 2);
         else // the last of an odd number is of one bit
             line = i == 0 ? t / (R::ROW.bits < 4 ? 2 : 1) : R::LINES - 1;
-        unit.lines[i] =
-            there ? load_streaming(reinterpret_cast<const uint4*>(lines + line * LINE_BYTES)) : make_uint4(0, 0, 0, 0);
+        unit.lines[i] = load_streaming(reinterpret_cast<const uint4*>(lines + line * LINE_BYTES));
     }
 
     const int group = R::ROW.group == 16 ? 2 * block : R::ROW.group == 32 ? block : block * K_BLOCK >> group_shift;
@@ -188,7 +184,7 @@ __device__ __forceinline__ void load_row_unit(
             first = word(from + q * 4);
         } else if constexpr (R::ROW.scales == ODD && R::ROW.count_bits == 3) {
             auto half = [&](int i) { // a bit of each row
-                return there ? (uint32_t)__ldg(reinterpret_cast<const uint16_t*>(from) + i) : 0u;
+                return (uint32_t)__ldg(reinterpret_cast<const uint16_t*>(from) + i);
             };
             first = half(0) | half(1) << 16, second = half(2);
         } else if constexpr (R::ROW.scales == ODD) {
@@ -209,6 +205,12 @@ __device__ __forceinline__ void load_row_unit(
 // An E4M3 number whose byte is the highest of `x`; NaN is 480.
 __device__ __forceinline__ float e4m3_above(uint32_t x) {
     return __uint_as_float((x & 0x80000000u) | (x >> 4 & 0x07f00000u)) * 0x1p120f;
+}
+
+// ABOVE + byte `i` of `bytes`, exact; 128 is above bytes below 128.
+template <int ABOVE> __device__ __forceinline__ float byte_above(uint32_t bytes, int i) {
+    if (ABOVE == 1 << 23) return __uint_as_float(__byte_perm(bytes, 0x4b00u, 0x5440 + i));
+    return __uint_as_float(__byte_perm(bytes, 0x4300u, 0x5044 + i * 0x100));
 }
 
 // Scale and offset of row 4q + r in group `part` of those that were loaded, exact.
@@ -251,40 +253,29 @@ template <Format F> __device__ __forceinline__ float2 row_scale(const RowUnit& u
         }
         scale = d * ((float)(2 * count + 1) / (float)(1 << ROW.count_zero));
     } else {
-        uint32_t count = first & 0xffu, taken = 0;
+        // The counts of all four rows at once, a byte each.
+        const uint32_t low = unit.record[part][0], high = unit.record[part][1];
+        uint32_t counts = low, taken = 0;
         if constexpr (ROW.count_bits == 4) {
-            count = first & 15u, taken = first >> 4 & 15u;
+            counts = low & 0x0f0f0f0fu, taken = low >> 4 & 0x0f0f0f0fu;
         } else if constexpr (ROW.count_bits == 6 && ROW.offsets) {
-            count = first & 63u, taken = (first >> 6 & 3u) | (second >> eight & 15u) << 2;
+            counts = low & 0x3f3f3f3fu, taken = (low >> 6 & 0x03030303u) | (high >> eight & 0x0f0f0f0fu) << 2;
         } else if constexpr (ROW.count_bits == 6) {
-            count = (first >> eight & 15u) | (second >> 2 * q & 3u) << 4;
+            counts = (low >> eight & 0x0f0f0f0fu) | (high >> 2 * q & 0x03030303u) << 4;
         }
-        scale = d * (float)((int)count - ROW.count_zero);
-        if constexpr (ROW.offsets) offset = -(more * (float)taken);
+        scale = d * (byte_above<1 << 23>(counts, r) - (0x1p23f + ROW.count_zero));
+        if constexpr (ROW.offsets) offset = -(more * (byte_above<1 << 23>(taken, r) - 0x1p23f));
     }
     return make_float2(scale, offset);
 }
 
-// Those of rows 4q .. 4q + 3 in all groups that were loaded.
+// Those of rows 4q .. 4q + 3 in all groups that were loaded. Four lanes make the same ones: dealing them out is slower.
 template <Format F, int PARTS>
 __device__ __forceinline__ void row_scales(const RowUnit& unit, bool f16, float2 (&scale)[PARTS][4]) {
-    using R = RowOf<F>;
-    const int lane = threadIdx.x % WARP;
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-        if constexpr (R::HAS_SUPER_BLOCKS && PARTS == R::PARTS) {
-            // They cost as much as the codes: each of the four lanes that need them makes one.
-            const float2 own = row_scale<F>(unit, part, lane % 4, f16);
+    for (int part = 0; part < PARTS; part++)
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
-                scale[part][r].x = __shfl_sync(ALL_LANES, own.x, lane / 4 * 4 + r);
-                scale[part][r].y = R::ROW.offsets ? __shfl_sync(ALL_LANES, own.y, lane / 4 * 4 + r) : 0.0f;
-            }
-        } else {
-#pragma unroll
-            for (int r = 0; r < 4; r++) scale[part][r] = row_scale<F>(unit, part, r, f16);
-        }
-    }
+        for (int r = 0; r < 4; r++) scale[part][r] = row_scale<F>(unit, part, r, f16);
 }
 
 // The bytes of a table of 16 whose places are the nibbles of `word`: in `four[0]` those of lower nibbles.
@@ -363,7 +354,7 @@ __device__ __forceinline__ void row_codes(const RowUnit& unit, int r, const uint
             uint32_t codes = ROW.bits < 4 ? word >> (t % 2 * 4 + 2 * m) & 0x03030303u : word >> 4 * m & 0x0f0f0f0fu;
             if (ROW.bits % 2) codes |= (second >> (2 * t + m) & 0x01010101u) << (ROW.bits - 1);
             if (ROW.bits == 6) codes |= (second >> (t % 2 * 4 + 2 * m) & 0x03030303u) << 4;
-            four[m] = codes + (64 - ROW.zero) * 0x01010101u;
+            four[m] = codes;
         }
     }
 }
@@ -376,13 +367,23 @@ template <Format F> __device__ __forceinline__ uint32_t row_pair(uint32_t four, 
         return fma_bf16x2((above & 0x80008000u) | (above >> 4 & 0x07f007f0u), 0x7b807b80u, 0x80008000u);
     } else {
         if constexpr (CODES == OF_IQ4) return int8_pair(four, last);
-        return fma_bf16x2(__byte_perm(four, 0x43u, last ? 0x4342 : 0x4140), 0x3f803f80u, 0xc340c340u);
+        constexpr uint32_t MINUS_BIAS = 0xc300 + RowOf<F>::BIAS; // and 128
+        return fma_bf16x2(__byte_perm(four, 0x43u, last ? 0x4342 : 0x4140), 0x3f803f80u, MINUS_BIAS * 0x10001);
     }
 }
 
-// With PAIR_BIAS more, which costs less.
-template <Format F> __device__ __forceinline__ uint32_t row_pair_biased(uint32_t four, bool last) {
-    return RowOf<F>::PAIR_BIAS == 0.0f ? row_pair<F>(four, last) : __byte_perm(four, 0x43u, last ? 0x4342 : 0x4140);
+// Number i of row_codes, exact; with NUMBER_BIAS more, which costs less.
+template <Format F> __device__ __forceinline__ float row_number(const uint32_t (&four)[2], int i) {
+    constexpr Codes CODES = RowOf<F>::ROW.codes;
+    const uint32_t of = four[i / 4];
+    if constexpr (CODES == OF_E4M3) {
+        const uint32_t pair = row_pair<F>(of, i % 4 / 2);
+        return i % 2 ? high_f32(pair) : low_f32(pair);
+    } else if constexpr (CODES == OF_IQ4) { // 2^23 + the byte
+        return byte_above<1 << 23>(of, i % 4) - (0x1p23f + RowOf<F>::BIAS);
+    } else {
+        return byte_above<128>(of, i % 4);
+    }
 }
 
 // Calls act(Constant<F>) of the format of a launch.

@@ -25,8 +25,10 @@ const TILES: [usize; 4] = [16, 32, 64, 128];
 /// The same where the tokens are those of one expert.
 pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
 
-/// Experts with so many tokens on average are multiplied by blocks that stay, on Hopper; measured on an H200.
+/// Experts with so many tokens on average are multiplied by blocks that stay, on Hopper; measured on an H200. Rows that
+/// are unpacked through shared memory gain from fewer on.
 const PERSISTENT_FROM: usize = 24;
+const ROWS_PERSISTENT_FROM: usize = 16;
 
 /// The kernels for one matrix of routed experts, and what they are told of its precision.
 pub(crate) struct MatrixKernels<A> {
@@ -34,6 +36,7 @@ pub(crate) struct MatrixKernels<A> {
     pub(crate) few: Kernel<A>,
     many: [Kernel<kernels::GroupedArguments>; 5], // by `EXPERT_TILES`
     persistent: Vec<Kernel<kernels::PersistentArguments>>, // by tokens; for cards with wgmma
+    persistent_from: usize,                       // tokens of an expert
     pub(crate) packing: kernels::Packing,
 }
 
@@ -63,6 +66,9 @@ fn of_tiles<A, const N: usize>(kernels: &[Kernel<A>], name: &str, tiles: [usize;
     tiles.map(|tokens| named(kernels, &format!("{name}_t{tokens}")))
 }
 
+/// The kernels for many tokens of all rows that the launch tells apart.
+const ANY_ROW: &str = "any_row";
+
 /// The name of a precision in the kernels for many tokens. Those of INT4 and INT8 serve groups of 64 and 128 alike,
 /// those of MXFP4 its own; what other rows are is told at the launch.
 fn span(precision: Precision) -> String {
@@ -72,7 +78,7 @@ fn span(precision: Precision) -> String {
             format!("{}_g{}", precision.name(), group_size.min(64))
         }
         Precision::Mxfp4 => "mxfp4_g32".into(),
-        _ => "any_row".into(),
+        _ => ANY_ROW.into(),
     }
 }
 
@@ -111,19 +117,18 @@ impl<A> MatrixKernels<A> {
             few: named(few, &format!("experts_{name}_gemv_{}", row_name(precision))),
             many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), EXPERT_TILES),
             persistent,
+            persistent_from: if many == ANY_ROW { ROWS_PERSISTENT_FROM } else { PERSISTENT_FROM },
             packing: packing(precision, grid),
         }
     }
-}
 
-impl<A> MatrixKernels<A> {
     /// The kernel for experts with so many tokens on average, whose blocks may `stay`; else that of the `i`-th of
     /// [`EXPERT_TILES`].
     fn grouped(&self, tokens_of_an_expert: usize, stay: bool, i: usize) -> Grouped {
         // Some experts have more tokens than the average: not many shall need a second piece.
         let holds = |kernel: &&Kernel<_>| tokens_of_an_expert * 6 / 5 <= kernel.tile[0];
         let persistent = self.persistent.iter().find(holds).or(self.persistent.last());
-        match persistent.filter(|_| stay && tokens_of_an_expert >= PERSISTENT_FROM) {
+        match persistent.filter(|_| stay && tokens_of_an_expert >= self.persistent_from) {
             Some(kernel) => Grouped::Persistent(*kernel),
             None => Grouped::Tiled(self.many[i]),
         }
@@ -141,15 +146,18 @@ impl ExpertKernels {
     }
 
     /// Kernels for gate and up and for down, for experts with so many tokens on average, and the tokens of the tiles
-    /// that pairs are cut into. Blocks may `stay` where no other kernel is to run beside them.
+    /// that pairs are cut into: 0 where no kernel takes tiles. Blocks may `stay` where no other kernel is to run beside
+    /// them.
     pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize, stay: bool) -> (usize, [Grouped; 2]) {
         let i = match tokens_of_an_expert {
             ..=5 => 0,
             more => 1 + suited(more, device.has_wgmma()),
         };
         let stay = stay && device.has_wgmma();
-        let gate_up = self.gate.grouped(tokens_of_an_expert, stay, i);
-        (EXPERT_TILES[i], [gate_up, self.down.grouped(tokens_of_an_expert, stay, i)])
+        let kernels =
+            [self.gate.grouped(tokens_of_an_expert, stay, i), self.down.grouped(tokens_of_an_expert, stay, i)];
+        let tiled = kernels.iter().any(|kernel| matches!(kernel, Grouped::Tiled(_)));
+        (if tiled { EXPERT_TILES[i] } else { 0 }, kernels)
     }
 }
 
@@ -208,12 +216,21 @@ mod tests {
             assert_eq!(found.gate.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
             assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
         }
-        for precision in [Precision::int4(32), Precision::int4(128), Precision::Mxfp4, Precision::int8(64)] {
+        let (lines, rows, none) = (&[96, 176][..], &[80, 144][..], &[][..]);
+        for (precision, expected) in [
+            (Precision::int4(32), lines),
+            (Precision::int4(128), lines),
+            (Precision::Mxfp4, lines),
+            (Precision::int8(64), lines),
+            (Precision::Q4K, rows),
+            (Precision::Nvfp4, rows),
+            (Precision::Bf16, none),
+        ] {
             let found =
                 ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"), |_| Address::NULL);
             let tiles = |kernels: &[Kernel<_>]| kernels.iter().map(|kernel| kernel.tile[0]).collect::<Vec<_>>();
-            assert_eq!(tiles(&found.gate.persistent), [96, 176], "{precision}");
-            assert_eq!(tiles(&found.down.persistent), [96, 176], "{precision}");
+            assert_eq!(tiles(&found.gate.persistent), expected, "{precision}");
+            assert_eq!(tiles(&found.down.persistent), expected, "{precision}");
         }
     }
 }
