@@ -8,7 +8,7 @@
 //
 // The warps that multiply unpack the weights, too: into registers, from which the tensor cores take them, or, those of
 // ANY_ROW, into shared memory, because a unit's weights are not where an operand has them. Unpacking those takes longer
-// than their products, unless there are many tokens: with fewer, registers suffice for a third consumer.
+// than their products. With fewer tokens registers suffice for a third consumer, so that more is unpacked at once.
 //
 //   experts_{gate_up|down}_wgmma_{int4_g64|int4_g32|int8_g64|int8_g32|mxfp4_g32}_t{96|176}      grid (blocks)
 //   experts_{gate_up|down}_wgmma_any_row_t{80|144}
