@@ -57,6 +57,7 @@ named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Int8 "int8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
 named!(ExpertsMemory: Auto "auto", Map "map", Copy "copy");
 named!(PrefillOn: Auto "auto", Cpu "cpu", Gpu "gpu");
+named!(Split: Auto "auto", Width "width", Experts "experts", Layers "layers");
 
 /// Storage and arithmetic of the routed experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -251,6 +252,20 @@ impl std::fmt::Display for Device {
     }
 }
 
+/// How several GPUs share a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Split {
+    /// As should be fastest.
+    #[default]
+    Auto,
+    /// Each has a part of every layer.
+    Width,
+    /// One has the layers, the others hold experts for it.
+    Experts,
+    /// Each has some of the layers.
+    Layers,
+}
+
 /// Where the routed experts of prompts run, beside a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum PrefillOn {
@@ -376,10 +391,15 @@ engine_config! {
         /// Memory of the experts: the mapped cache file (map), a copy in huge pages (copy), or the faster one (auto).
         #[arg(long, default_value = "auto", value_parser = choice_of(&ExpertsMemory::ALL))]
         experts_memory: ExpertsMemory,
-        /// Device to run on: auto (the GPUs that make the model fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for a
-        /// share on each of several, or experts on the others where they are not alike.
+        /// Device to run on: auto (the GPUs that make the model fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for
+        /// several, which share the model as --split says.
         #[arg(long, value_name = "DEVICE", default_value = "auto")]
         device: Device,
+        /// How several GPUs share a model: width (each has a part of every layer), experts (one has the layers, the
+        /// others hold experts for it), layers (each has some of the layers), or auto (the first of these that the GPUs
+        /// allow).
+        #[arg(long, default_value = "auto", value_parser = choice_of(&Split::ALL))]
+        split: Split,
         /// Maximum VRAM to use of each GPU, such as 16GiB, or 16GiB,24GiB for the two of --device cuda:0,1 [default:
         /// all that is free].
         #[arg(long, value_name = "SIZE", value_delimiter = ',', value_parser = parse_bytes)]

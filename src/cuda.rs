@@ -5,6 +5,7 @@
 //! memory        buffers on the device, pinned and registered ones on the host
 //! stream        streams and events
 //! graph         recorded launches
+//! hop           numbers on their way from one device to the next
 //! beside        sums over several devices beside what else these compute
 //! rank          several devices that sum what each has computed
 //! cublas_lt     products of many rows
@@ -23,6 +24,7 @@ mod bandwidth;
 mod beside;
 pub(crate) mod cublas_lt;
 mod graph;
+mod hop;
 pub(crate) mod kernels;
 mod memory;
 mod profile;
@@ -39,6 +41,7 @@ use cudarc::driver::sys::{self, CUresult};
 use crate::{Error, Result};
 
 pub use graph::Graph;
+pub use hop::Hop;
 pub use kernels::Kernels;
 pub(crate) use kernels::launch;
 pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered, Runs, SharedMemory, TensorMap};

@@ -121,6 +121,14 @@ impl Choices {
     }
 }
 
+impl std::ops::Add for Choices {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { hits: self.hits + other.hits, misses: self.misses + other.misses }
+    }
+}
+
 /// Bytes of expert weights that were moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
@@ -154,5 +162,18 @@ impl Traffic {
             ahead: self.ahead - before.ahead,
             foreseen: self.foreseen.since(before.foreseen),
         }
+    }
+}
+
+impl std::iter::Sum for Traffic {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |a, b| Self {
+            ram: a.ram + b.ram,
+            link: a.link + b.link,
+            vram: a.vram + b.vram,
+            choices: a.choices + b.choices,
+            ahead: a.ahead + b.ahead,
+            foreseen: a.foreseen + b.foreseen,
+        })
     }
 }

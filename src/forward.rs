@@ -27,6 +27,7 @@
 //! measure      what a model is measured by
 //! erased       `Forward`: a model on any device
 //! ranks        the same of several devices, each with its share
+//! stages       the same of several devices, each with a run of the layers
 //! ```
 //!
 //! Imports config, model, backend and experts. Read [`Model::forward`] first.
@@ -45,6 +46,7 @@ mod measure;
 mod ngrams;
 mod ranks;
 mod rope;
+mod stages;
 mod steer;
 mod streams;
 pub mod tap;
@@ -67,6 +69,7 @@ use logits::Head;
 pub use measure::Measure;
 pub use ranks::Ranks;
 use rope::Ropes;
+pub use stages::Stages;
 use steer::Steering;
 use tap::Tap;
 use weights::{Entries, LayerWeights, Weights};
@@ -89,7 +92,19 @@ pub struct Model<B: Backend> {
 impl<B: Backend> Model<B> {
     /// Reads the batch: stores its keys and values, and leaves its hidden states for [`Forward::logits`]. `tap` must
     /// not be empty, and its vectors must be [held](Forward::hold).
-    pub fn forward(&mut self, batch: &Batch, mut tap: Option<&mut Tap>) -> Result<()> {
+    pub fn forward(&mut self, batch: &Batch, tap: Option<&mut Tap>) -> Result<()> {
+        let replayed = self.launch(None, batch, tap)?;
+        self.serve(batch, replayed)
+    }
+
+    /// Starts a pass; of a stage, whose residual streams come from the one before it, if there is one. Returns whether
+    /// a recorded one was launched, whose part on the CPU is to be [served](Model::serve).
+    fn launch(
+        &mut self,
+        before: Option<(&Model<B>, &mut B::Way)>,
+        batch: &Batch,
+        mut tap: Option<&mut Tap>,
+    ) -> Result<bool> {
         let Self { backend, config, weights, experts, kv, ropes, parts, buffers, steering, choices, .. } = self;
         if let Some(experts) = experts {
             experts.between_passes()?;
@@ -99,11 +114,17 @@ impl<B: Backend> Model<B> {
         let rows = parts.iter_mut().map(|part| (part.rows.clone(), &mut part.ngrams[..]));
         weights.tables.look_up(backend, batch, rows)?;
         let hooks = tap.as_ref().map_or(Hooks::None, |tap| tap.hooks());
+        if let Some((before, way)) = before {
+            let streams = before.parts.of_batch().iter().flat_map(Part::streams);
+            backend.bring(way, streams, parts.iter_mut().flat_map(Part::streams_mut))?;
+        }
         let mut pass = || {
             for part in &mut *parts {
-                backend.embed(&weights.embedding, &part.batch, config.hidden_size, &mut part.x);
-                if config.embedding_scale != 1.0 {
-                    backend.scale(&mut part.x, config.embedding_scale);
+                if let Some(embedding) = &weights.embedding {
+                    backend.embed(embedding, &part.batch, config.hidden_size, &mut part.x);
+                    if config.embedding_scale != 1.0 {
+                        backend.scale(&mut part.x, config.embedding_scale);
+                    }
                 }
                 ropes.angles(backend, part);
             }
@@ -122,7 +143,7 @@ impl<B: Backend> Model<B> {
                     rope: ropes.of_layer(i),
                     cache,
                     lent,
-                    is_first: i == 0,
+                    is_first: config.number_of(i) == 0,
                     experts: experts.as_deref_mut().zip(moe),
                     choices: choices.as_ref(),
                     ngrams,
@@ -132,8 +153,8 @@ impl<B: Backend> Model<B> {
                     layer.run(part)?;
                     if let Some(tap) = &mut tap {
                         backend.wait_for_sum(&part.x);
-                        steering.add(backend, i, part);
-                        tap.take(backend, i, part, layer.routing())?;
+                        steering.add(backend, config.number_of(i), part);
+                        tap.take(backend, config.number_of(i), part, layer.routing())?;
                     }
                 }
             }
@@ -142,7 +163,12 @@ impl<B: Backend> Model<B> {
         };
         let replayed = backend.replay(batch, hooks, &mut pass)?;
         assert!(!replayed || parts.len() == 1, "a recorded pass has one part");
-        match experts {
+        Ok(replayed)
+    }
+
+    /// Computes the CPU's part of a pass that was launched.
+    fn serve(&mut self, batch: &Batch, replayed: bool) -> Result<()> {
+        match &mut self.experts {
             Some(experts) if replayed => experts.replayed(batch.len()),
             _ => Ok(()),
         }
@@ -151,7 +177,7 @@ impl<B: Backend> Model<B> {
     /// Logits of rows of the last batch, on the device.
     fn compute_logits(&mut self, rows: &[usize]) {
         let Self { backend, weights, parts, head, .. } = self;
-        head.compute(backend, weights, parts, rows);
+        head.compute(backend, weights.head.as_ref().expect("the last stage has the head"), parts, rows);
     }
 }
 
@@ -317,7 +343,7 @@ impl<B: Backend> Model<B> {
             parts: Parts::new(&backend, &config, limits)?,
             buffers: Buffers::new(&backend, &config, &kv, limits.chunk_tokens)?,
             steering: Steering::new(&backend, &config)?,
-            head: Head::new(&backend, &config, limits.logit_rows)?,
+            head: Head::new(&backend, &config, if weights.head.is_some() { limits.logit_rows } else { 0 })?,
             choices: None,
             backend,
             config,

@@ -4,7 +4,7 @@
 //! attention, ffn, rope    the parts of a layer
 //! streams                 several residual streams, and n-grams
 //! config                  a model: its layers, and what its tensors are called
-//! share                   what one of several devices has of it
+//! share, stage            what one of several devices has of it: a part of its width, or a run of its layers
 //! families                one file for each family of architectures, and their registry
 //! ```
 //!
@@ -16,6 +16,7 @@ pub mod families;
 mod ffn;
 mod rope;
 mod share;
+mod stage;
 mod streams;
 
 pub use attention::*;
@@ -23,4 +24,5 @@ pub use config::{LayerConfig, ModelConfig, Names, Norm, Residual};
 pub use ffn::{Activation, Ffn, GroupScore, Groups, Mlp, Moe, Router, Scoring, SharedExpert};
 pub use rope::{Llama3, Rope, RopeScaling, Yarn};
 pub use share::Share;
+pub use stage::Stage;
 pub use streams::{Connections, Hash, LastRead, Mixer, Ngrams, StreamShape};

@@ -1,4 +1,5 @@
-//! Several GPUs: their sums against plain ones, and models on two and four of them against one.
+//! Several GPUs: their sums against plain ones, what goes from one to the next, and models on two and four of them
+//! against one.
 //!
 //! Runs on GPUs, or on kernels/emulator where there are none.
 #![cfg(feature = "cuda")]
@@ -12,11 +13,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::gpu::{device, gpus, need_gpu};
-use common::{Run, cache_dir, demo_dir, fixture_dir, folder, greedy, step};
+use common::{Run, cache_dir, demo_dir, fixture_dir, folder, greedy, small, step};
 use moebius::backend::Addition;
 use moebius::backend::batch::Batch;
-use moebius::config::{Device, EngineConfig, ExpertBits, PrefillOn};
-use moebius::cuda::{Cuda, DeviceBuffer, Rank};
+use moebius::config::{Device, EngineConfig, ExpertBits, PrefillOn, Split};
+use moebius::cuda::{Cuda, DeviceBuffer, Hop, Rank};
 use moebius::engine::capture::{Wanted, capture};
 use moebius::forward::block_pool::BlockPool;
 use moebius::forward::tap::{Layers, Take, Tap};
@@ -24,7 +25,7 @@ use moebius::kernel::random::Random;
 use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan, HolderPlan};
 use moebius::load::{self, Budget, Kept, Loaded, Spec, Stored, synthetic};
 use moebius::machine::topology::Topology;
-use moebius::model::Ffn;
+use moebius::model::{Ffn, families};
 use moebius_cache::Precision;
 
 fn ranks(of: usize) -> (Vec<Arc<Cuda>>, Vec<Rank>) {
@@ -367,7 +368,7 @@ fn what_a_holder_takes_is_planned() {
 }
 
 /// A fixture whose routed experts are random, and wide enough for two; each GPU takes what was planned.
-fn widened(name: &str, devices: &[usize]) -> Loaded {
+fn widened(name: &str, config: EngineConfig) -> Loaded {
     let folder = folder(name, &fixture_dir(name));
     let mut model = folder.model.clone();
     for layer in &mut model.layers {
@@ -375,18 +376,40 @@ fn widened(name: &str, devices: &[usize]) -> Loaded {
             moe.intermediate_size = 64;
         }
     }
-    let config = EngineConfig { group_size: None, experts: ExpertBits::Bf16, ..config(devices) };
+    let config = EngineConfig { group_size: None, experts: ExpertBits::Bf16, ..config };
     let machine = load::machine(&config, &Topology::read()).unwrap();
     let spec = Spec::new(&model, &config, Kept::NOTHING).unwrap();
-    let Budget::Gpu(gpus, plan) = Budget::new(&spec, &machine).unwrap() else { panic!("on the CPU") };
     let experts = Some(synthetic::experts(&model, Precision::Bf16).unwrap());
-    let (stored, planned) = (Stored { resident: &folder.checkpoint, experts }, plan.total() - CONTEXT_BYTES);
-    let loaded = load::assemble(&spec, stored, Budget::Gpu(gpus.clone(), plan), machine, &|_| {}).unwrap();
-    for (rank, gpu) in gpus.iter().enumerate() {
-        let off = gpu.allocated() as f64 / planned as f64 - 1.0;
-        assert!(off.abs() < 0.03, "{name}, rank {rank}: {} bytes taken, {planned} planned", gpu.allocated());
+    let (stored, budget) = (Stored { resident: &folder.checkpoint, experts }, Budget::new(&spec, &machine).unwrap());
+    let (gpus, planned) = match &budget {
+        Budget::Gpu(gpus, plan) => (gpus.clone(), vec![plan.total(); gpus.len()]),
+        Budget::Stages(plan) => {
+            (plan.devices.clone(), plan.stages.iter().map(|stage| stage.plan.total()).collect::<Vec<_>>())
+        }
+        Budget::Cpu(_) => panic!("on the CPU"),
+    };
+    let loaded = load::assemble(&spec, stored, budget, machine, &|_| {}).unwrap();
+    for (i, (gpu, planned)) in gpus.iter().zip(planned).enumerate() {
+        let (taken, planned) = (gpu.allocated(), planned - CONTEXT_BYTES);
+        let off = taken as f64 / planned as f64 - 1.0;
+        assert!(off.abs() < 0.03, "{name}, GPU {i}: {taken} bytes taken, {planned} planned");
     }
     loaded
+}
+
+/// Rows of logits of a prompt, and of the same in a beginning and steps behind it.
+fn in_steps(loaded: &mut Loaded) -> Vec<Vec<f32>> {
+    let vocab = loaded.model.config().vocab_size;
+    let tokens: Vec<u32> = (0..70).map(|i| (i * 37 + 11) % 500).collect();
+    let prompt = logits(loaded, &tokens[..64]);
+    let mut pool = BlockPool::new(loaded.kv_blocks);
+    let (mut run, mut batch, mut all) = (Run::new(&mut pool, 70), Batch::default(), prompt);
+    for some in [&tokens[..60]].into_iter().chain(tokens[60..].chunks(1)) {
+        batch.clear();
+        let row = run.push(&mut batch, some);
+        all.extend(step(&mut *loaded.model, &batch, &[row]).concat());
+    }
+    all.chunks(vocab).map(<[f32]>::to_vec).collect()
 }
 
 /// How far HF's own bf16 run of a fixture is from its reference, as a part of that.
@@ -413,21 +436,7 @@ fn every_kind_of_layer_is_divided() {
         "deepseek_v41",
         "gemma4",
     ] {
-        let on = |devices: &[usize]| {
-            let mut loaded = widened(name, devices);
-            let vocab = loaded.model.config().vocab_size;
-            let tokens: Vec<u32> = (0..70).map(|i| (i * 37 + 11) % 500).collect();
-            let prompt = logits(&mut loaded, &tokens[..64]);
-            // The same in steps, behind the beginning.
-            let mut pool = BlockPool::new(loaded.kv_blocks);
-            let (mut run, mut batch, mut all) = (Run::new(&mut pool, 70), Batch::default(), prompt);
-            for some in [&tokens[..60]].into_iter().chain(tokens[60..].chunks(1)) {
-                batch.clear();
-                let row = run.push(&mut batch, some);
-                all.extend(step(&mut *loaded.model, &batch, &[row]).concat());
-            }
-            all.chunks(vocab).map(<[f32]>::to_vec).collect::<Vec<_>>()
-        };
+        let on = |devices: &[usize]| in_steps(&mut widened(name, config(devices)));
         // The row in the middle: where a rounding gives a token another expert, which is random, its row is another.
         let mut rows: Vec<f32> = on(&[0, 1]).iter().zip(&on(&[0])).map(|(got, want)| off(got, want)).collect();
         rows.sort_unstable_by(f32::total_cmp);
@@ -437,11 +446,120 @@ fn every_kind_of_layer_is_divided() {
     }
 }
 
+/// Each number as it was when it left, though its place is written again at once.
+#[test]
+fn numbers_come_to_the_next_gpu_as_they_left() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    let devices: Vec<_> = (0..2).map(|i| Cuda::open(i).unwrap()).collect();
+    let lengths = [70_000, 4, 1028];
+    for through_ram in [false, true] {
+        let mut hop = Hop::new(&devices[0], &devices[1], lengths.iter().sum(), through_ram).unwrap();
+        assert_eq!(hop.is_through_ram(), through_ram, "these GPUs reach each other's memory");
+        let on = |i: usize| {
+            devices[i].enter_thread().unwrap();
+            lengths.map(|len| DeviceBuffer::<f32>::zeros(&devices[i], len).unwrap())
+        };
+        let x = on(0);
+        let sent: Vec<Vec<f32>> =
+            (0..12).map(|round| (0..lengths[0]).map(|i| (round * 7919 + i % 4093) as f32).collect()).collect();
+        let mut come = Vec::new();
+        for sent in &sent {
+            let y = on(1);
+            devices[1].synchronize().unwrap(); // they are zeros by then
+            devices[0].enter_thread().unwrap();
+            x.iter().zip(lengths).for_each(|(x, len)| {
+                devices[0].upload(&devices[0].compute, x.address(), &sent[..len]);
+            });
+            let all: Vec<_> = (0..3).map(|i| (x[i].address(), y[i].address(), lengths[i])).collect();
+            hop.bring(all.into_iter()).unwrap();
+            come.push(y);
+        }
+        devices[1].synchronize().unwrap();
+        for (round, (sent, come)) in sent.iter().zip(&come).enumerate() {
+            for (y, len) in come.iter().zip(lengths) {
+                let mut got = vec![0.0; len];
+                y.read(&mut got).unwrap();
+                assert!(got == sent[..len], "round {round}, {len} numbers, through RAM: {through_ram}");
+            }
+        }
+    }
+}
+
+/// The same kernels on each layer's GPU: the same bits, where experts are in the same places.
+#[test]
+fn models_in_stages_say_what_they_say_on_one_gpu() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    let tokens: Vec<u32> = (0..40).map(|i| (i * 37 + 11) % 1000).collect();
+    for (model, resident) in [("moe-gqa", None), ("moe-mla", Some(2))] {
+        let on = |devices: &[usize]| {
+            let (resident_experts, prefill, split) = (resident, PrefillOn::Cpu, Split::Layers);
+            demo(model, &EngineConfig { resident_experts, prefill, split, ..config(devices) })
+        };
+        let mut one = on(&[0]);
+        let want = (logits(&mut one, &tokens), greedy(&mut one, &tokens, 12), steered(&mut one, &tokens));
+        drop(one);
+        let mut two = on(&[0, 1]);
+        let said = two.device.clone().unwrap();
+        assert!(said.contains("layers 0 to") && said.contains("on cuda:1"), "{said}");
+        let got = (logits(&mut two, &tokens), greedy(&mut two, &tokens, 12), steered(&mut two, &tokens));
+        // The first prompt finds the same experts in VRAM, later text others, which are rounded elsewhere.
+        assert!(got.0 == want.0, "{model}: off by {}", off(&got.0, &want.0));
+        assert_eq!(got.1, want.1, "{model}");
+        let (off, may) = (off(&got.2, &want.2), if resident.is_some() { 0.05 } else { 0.0 });
+        assert!(off <= may, "{model}: off by {off} where it is steered");
+    }
+}
+
+/// Recurrent state, indexers, entries that layers borrow, several streams and their connections, from GPU to GPU; a
+/// dense model.
+#[test]
+fn every_kind_of_layer_has_a_stage() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    for name in ["kimi_linear", "qwen4_exp", "glm5_next", "deepseek_v41", "gemma4"] {
+        let on = |devices: &[usize]| {
+            let mut loaded = widened(name, EngineConfig { split: Split::Layers, ..config(devices) });
+            let is_staged = loaded.device.as_ref().unwrap().contains("layers 0 to");
+            assert_eq!(is_staged, devices.len() > 1, "{name} on {devices:?}");
+            in_steps(&mut loaded)
+        };
+        assert!(on(&[0, 1]) == on(&[0]), "{name} in stages");
+    }
+    let dense = |devices: &[usize]| {
+        let config = EngineConfig { group_size: None, split: Split::Layers, ..config(devices) };
+        in_steps(&mut small::of(families::parse(&small::config("llama").to_string()).unwrap(), &config))
+    };
+    assert!(dense(&[0, 1]) == dense(&[0]), "a dense model in stages");
+}
+
+#[test]
+fn gpus_that_may_give_little_get_few_layers() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    let folder = folder("gemma4", &fixture_dir("gemma4"));
+    let config = EngineConfig { group_size: None, experts: ExpertBits::Bf16, ..config(&[0, 1]) };
+    let device = |config: &EngineConfig| load::load(&folder, config, &|_| {}).map(|loaded| loaded.device.unwrap());
+    // Its experts are too narrow for two.
+    let said = device(&config).unwrap();
+    assert!(said.contains("experts of width 32") && said.contains("so each GPU has some of the layers"), "{said}");
+    let said = device(&EngineConfig { vram: vec![8 << 30, 2 << 30], split: Split::Layers, ..config.clone() }).unwrap();
+    assert!(said.contains("--split layers"), "{said}");
+    let planned = |config: &EngineConfig| {
+        load::plan::plan("gemma4", &folder.spec(config).unwrap(), None).map(|plan| (plan.to_string(), plan.stages))
+    };
+    let uneven = EngineConfig { vram: vec![8 << 30, 2 << 30], split: Split::Layers, ..config.clone() };
+    let (text, stages) = planned(&uneven).unwrap();
+    assert!(stages.len() == 2 && stages[0].layers >= stages[1].layers, "{text}");
+    assert!(text.contains("some layers on each") && text.contains("on cuda:1: "), "{text}");
+    let few = EngineConfig { vram: vec![(1 << 30) - (200 << 20)], max_context: Some(1 << 17), ..uneven };
+    let error = planned(&few).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("GiB of VRAM") || error.contains("use "), "{error}");
+}
+
 #[test]
 fn what_cannot_be_divided_is_refused_by_name() {
     need_gpu!(gpus() < 2, "it takes two GPUs");
     let refusal = |name: &str, devices: &[usize]| {
-        let config = EngineConfig { group_size: None, experts: ExpertBits::Bf16, ..config(devices) };
+        let split = Split::Width;
+        let config = EngineConfig { group_size: None, experts: ExpertBits::Bf16, split, ..config(devices) };
         load::load(&folder(name, &fixture_dir(name)), &config, &|_| {}).map(drop).unwrap_err().to_string()
     };
     for (name, devices, words) in

@@ -7,8 +7,10 @@
 mod header;
 
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use memmap2::{Advice, MmapMut, MmapOptions, UncheckedAdvice};
@@ -31,8 +33,9 @@ pub struct ExpertCache {
     header: Header,
     layouts: Vec<ExpertLayout>, // [layers]
     experts: Vec<ExpertRecord>, // [layers * num_experts]; empty for random weights
-    memory: Mapping,
+    memory: Arc<Mapping>,
     path: PathBuf,
+    run: Option<Range<usize>>, // which of the layers there are it has; `None`: all
 }
 
 #[derive(Debug)]
@@ -64,7 +67,8 @@ impl ExpertCache {
         let (header, experts) = parse(&map).map_err(cache)?;
         // Advice: file systems without huge pages refuse it, and then the map has small ones.
         let _ = map.advise(Advice::HugePage);
-        Ok(Self { layouts: layouts(&header), header, experts, memory: Mapping::File(map), path: path.to_path_buf() })
+        let memory = Arc::new(Mapping::File(map));
+        Ok(Self { layouts: layouts(&header), header, experts, memory, path: path.to_path_buf(), run: None })
     }
 
     /// Experts that lie in no file: `fill(layer index, expert, bytes)` writes each of them, in parallel, into zeroed
@@ -92,7 +96,38 @@ impl ExpertCache {
             let each = layer.par_chunks_exact_mut(layouts[i].bytes()).enumerate();
             each.for_each(|(expert, bytes)| fill(i, expert, bytes));
         }
-        Ok(Self { header, layouts, experts: Vec::new(), memory: Mapping::Anonymous(map), path: PathBuf::new() })
+        let memory = Arc::new(Mapping::Anonymous(map));
+        Ok(Self { header, layouts, experts: Vec::new(), memory, path: PathBuf::new(), run: None })
+    }
+
+    /// Cuts it into one for each run of layer indices, from the first to the last, which count their layers from 0.
+    ///
+    /// Panics: the runs leave a layer out, or have one twice (a bug).
+    pub fn split(self, runs: &[Range<usize>]) -> Vec<Self> {
+        let all = self.num_layers();
+        let ends = runs.iter().try_fold(0, |at, run| (run.start == at && run.end >= at).then_some(run.end));
+        assert_eq!(ends, Some(all), "every layer is in one of {runs:?}");
+        let of_run = |run: &Range<usize>| {
+            let records = run.start * self.num_experts()..run.end * self.num_experts();
+            Self {
+                header: Header {
+                    layers: self.header.layers[run.clone()].to_vec(),
+                    precision: self.header.precision.of_layers(run.clone()),
+                    ..self.header.clone()
+                },
+                layouts: self.layouts[run.clone()].to_vec(),
+                experts: self.experts.get(records).unwrap_or_default().to_vec(),
+                memory: self.memory.clone(),
+                path: self.path.clone(),
+                run: (run.len() < all).then(|| run.clone()),
+            }
+        };
+        runs.iter().map(of_run).collect()
+    }
+
+    /// Which of the file's layers, by index, it has; `None`: all.
+    pub fn run(&self) -> Option<&Range<usize>> {
+        self.run.as_ref()
     }
 
     /// What it holds.
@@ -181,13 +216,13 @@ impl ExpertCache {
 
     /// Whether it is mapped from a file.
     pub fn is_file(&self) -> bool {
-        matches!(self.memory, Mapping::File(_))
+        matches!(*self.memory, Mapping::File(_))
     }
 
     /// Asks for the bytes of one expert, which is read soon: the system brings them from the file meanwhile. What lies
     /// in no file is there.
     pub fn will_need(&self, i: usize, expert: usize) {
-        if let Mapping::File(map) = &self.memory {
+        if let Mapping::File(map) = &*self.memory {
             let offset = self.header.layers[i].offset as usize + expert * self.layouts[i].bytes();
             // Advice: a system that ignores it reads the pages when they are touched.
             let _ = map.advise_range(Advice::WillNeed, offset, self.layouts[i].bytes());
@@ -200,9 +235,9 @@ impl ExpertCache {
         let LayerEntry { offset, bytes, .. } = self.header.layers[i];
         let (offset, bytes) = (offset as usize, bytes as usize);
         // A refusal only keeps the memory.
-        let _ = match &self.memory {
-            // SAFETY: `self` is borrowed alone, so no reader sees these bytes; afterwards they are the file's, or
-            // zeros, both readable.
+        let _ = match &*self.memory {
+            // SAFETY: `self` is borrowed alone, and no other has these layers, so no reader sees their bytes;
+            // afterwards they are the file's, or zeros, both readable.
             Mapping::File(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },
             // SAFETY: as above.
             Mapping::Anonymous(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },
@@ -217,7 +252,7 @@ impl ExpertCache {
     ///
     /// Errors: `Error::Invalid` when the limit of locked memory is too low.
     pub fn lock(&self) -> Result<()> {
-        let locked = match &self.memory {
+        let locked = match &*self.memory {
             Mapping::File(map) => map.lock(),
             Mapping::Anonymous(map) => map.lock(),
         };

@@ -189,6 +189,33 @@ proptest! {
 }
 
 #[test]
+fn runs_of_layers_are_caches_of_their_own() {
+    let dir = TempDir::new().unwrap();
+    SMALL.write(&dir.path().join("model"));
+    let whole = SMALL.ensure(&dir.path().join("model"), &dir.path().join("cache")).0.unwrap();
+    let (path, layers) = (whole.path().to_path_buf(), whole.num_layers());
+    assert!(layers > 1);
+    // A damaged expert is told by the part that has it.
+    let mut bytes = std::fs::read(&path).unwrap();
+    let last = whole.header().layers[layers - 1].offset as usize;
+    bytes[last] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+    let whole = ExpertCache::open(&path).unwrap();
+    let parts = ExpertCache::open(&path).unwrap().split(&[0..1, 1..layers, layers..layers]);
+    assert_eq!(parts.iter().map(ExpertCache::num_layers).collect::<Vec<_>>(), [1, layers - 1, 0]);
+    assert_eq!(parts[1].run(), Some(&(1..layers)));
+    for i in 0..layers {
+        let (part, at) = if i == 0 { (&parts[0], 0) } else { (&parts[1], i - 1) };
+        assert_eq!((part.layer(at), part.layout(at)), (whole.layer(i), whole.layout(i)));
+        assert_eq!(part.record(at, 0), whole.record(i, 0));
+        assert_eq!(part.check_expert(at, 0).is_err(), i + 1 == layers);
+    }
+    assert_eq!(whole.run(), None);
+    let all = whole.split(std::slice::from_ref(&(0..layers)));
+    assert_eq!(all[0].run(), None);
+}
+
+#[test]
 fn random_experts_need_no_file() {
     let contents = Contents {
         model: "random",

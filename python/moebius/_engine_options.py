@@ -60,8 +60,13 @@ class EngineOptions(TypedDict, total=False):
     [default: auto]."""
 
     device: str | None
-    """Device to run on: auto (the GPUs that make the model fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for a share
-    on each of several, or experts on the others where they are not alike [default: auto]."""
+    """Device to run on: auto (the GPUs that make the model fastest, else the CPU), cpu, cuda:0, or cuda:0,1 for
+    several, which share the model as --split says [default: auto]."""
+
+    split: Literal["auto", "width", "experts", "layers"] | None
+    """How several GPUs share a model: width (each has a part of every layer), experts (one has the layers, the others
+    hold experts for it), layers (each has some of the layers), or auto (the first of these that the GPUs allow)
+    [default: auto]."""
 
     vram: str | int | None
     """Maximum VRAM to use of each GPU, such as 16GiB, or 16GiB,24GiB for the two of --device cuda:0,1 [default: all

@@ -1,4 +1,4 @@
-//! `Rank`: one of several devices that have a share of a model each.
+//! `Rank`: one of several devices that have a share of a model, or a run of its layers each.
 
 use std::ops::Range;
 
@@ -8,6 +8,9 @@ use crate::model::Share;
 
 /// What ranks do together. A device that is alone has nothing to do here.
 pub trait Rank: Dense {
+    /// What brings rows from one device to another.
+    type Way: Send;
+
     /// What it has of the model.
     fn share(&self) -> Share {
         Share::WHOLE
@@ -39,6 +42,18 @@ pub trait Rank: Dense {
     /// Brings the ranks' columns `[R, columns of a rank]` side by side into `all`, `[R, columns]`, f32, on all of them.
     /// `columns`: each rank's.
     fn gather_columns(&self, _own: &Self::Tensor, _columns: &[Range<usize>], _all: &mut Self::Tensor) {}
+
+    /// A way from this device to the `next` one, for `numbers` numbers at a time. Errors: `Error::Resources`.
+    fn way_to(&self, next: &Self, numbers: usize) -> Result<Self::Way>;
+
+    /// Copies tensors `from` the device that the `way` comes from `to` others of the same sizes on this one: behind all
+    /// ops of that one, and before all that follow on this one. Errors: `Error::Device`.
+    fn bring<'a>(
+        &self,
+        way: &mut Self::Way,
+        from: impl Iterator<Item = &'a Self::Tensor>,
+        to: impl Iterator<Item = &'a mut Self::Tensor>,
+    ) -> Result<()>;
 
     /// Says that this rank has failed: nobody waits for it any longer, and what is summed means nothing.
     fn give_up(&self) {}

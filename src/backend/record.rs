@@ -92,6 +92,11 @@ pub trait Record: Load {
         let _ = (batch, hooks);
         record().map(|()| false)
     }
+    /// Whether [`replay`](Record::replay) would launch a recording of such a pass.
+    fn is_recorded(&self, batch: &Batch, hooks: Hooks) -> bool {
+        let _ = (batch, hooks);
+        false
+    }
     /// An empty list of additions for a model of `layers` layers.
     fn additions(&self, layers: usize) -> Result<Self::Additions>;
     /// Replaces the list on the device.

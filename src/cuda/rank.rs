@@ -1,19 +1,19 @@
 //! Devices that read and write each other's memory, to sum what each has computed (kernels/all_reduce.cu).
-#![allow(unsafe_code)]
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::sys::CUresult;
 
 use super::beside::{self, Beside};
+use super::hop::enable_access;
 pub(crate) use super::kernels::all_reduce::MAX_RANKS;
 use super::kernels::all_reduce::{FEW_NUMBERS, INBOX_BYTES, MANY_BLOCKS, MANY_THREADS, REDUCE_THREADS, STAMPS};
 use super::kernels::{self, launch};
 use super::kernels::{Columns, RankSum};
-use super::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, succeed};
+use super::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer};
 use crate::{Error, Result};
 
 /// How long devices may take for their first sums.
@@ -49,14 +49,8 @@ impl Rank {
                 from.kernels.load_all()?;
             }
             for (b, to) in devices.iter().enumerate().filter(|(b, _)| *b != a) {
-                // SAFETY: the context lives as long as the process.
-                match unsafe { sys::cuCtxEnablePeerAccess(to.context, 0) } {
-                    CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => {}
-                    error => {
-                        succeed(&format!("access of GPU {a} of the list to the memory of GPU {b}"), error)
-                            .map_err(|e| Error::Device(format!("{e}: give one GPU, as in --device cuda:0")))?;
-                    }
-                }
+                enable_access(to, &format!("access of GPU {a} of the list to the memory of GPU {b}"))
+                    .map_err(|e| Error::Device(format!("{e}: give one GPU, as in --device cuda:0")))?;
             }
         }
         devices[0].enter_thread()?;

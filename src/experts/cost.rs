@@ -14,6 +14,9 @@ pub struct CostModel {
 }
 
 impl CostModel {
+    /// Where no expert is in RAM.
+    pub const NOTHING_IN_RAM: Self = Self { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 };
+
     /// What kernels reach of plain reading's bandwidth.
     pub const CPU_SHARE: f64 = 0.9;
 

@@ -237,7 +237,7 @@ impl GpuExperts {
         let memory = cpu.memory().clone();
         let (cache, shape) = (memory.cache(), memory.shape());
         let (layers, experts) = (shape.layers(), shape.experts);
-        let (popularity, path) = (Popularity::of(cache), cache.is_file().then(|| Popularity::path_of(cache.path())));
+        let (popularity, path) = (Popularity::of(cache), Popularity::path_of(cache));
         let registered = match (sizes.ring >= 2 || sizes.resident > 0) && sizes.in_ram(experts) > 0 {
             true => memory.pin(),
             false => Vec::new(),

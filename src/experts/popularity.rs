@@ -34,8 +34,8 @@ impl Popularity {
     /// What is known of the experts of a cache.
     pub fn of(cache: &ExpertCache) -> Self {
         let (layers, experts) = (cache.num_layers(), cache.num_experts());
-        let saved = cache.is_file().then(|| Self::load(&Self::path_of(cache.path()), layers, experts));
-        saved.flatten().unwrap_or_else(|| Self::new(layers, experts))
+        let saved = Self::path_of(cache).and_then(|path| Self::load(&path, layers, experts));
+        saved.unwrap_or_else(|| Self::new(layers, experts))
     }
 
     /// Adds choices, `[layers, experts]`, that some tokens with `top_k` each made.
@@ -57,9 +57,13 @@ impl Popularity {
         order
     }
 
-    /// The file beside a cache.
-    pub fn path_of(cache: &Path) -> PathBuf {
-        cache.with_extension("use")
+    /// The file beside a cache, of the layers that it has; `None`: the cache is no file.
+    pub fn path_of(cache: &ExpertCache) -> Option<PathBuf> {
+        let extension = match cache.run() {
+            None => "use".into(),
+            Some(run) => format!("{}-{}.use", run.start, run.end),
+        };
+        cache.is_file().then(|| cache.path().with_extension(extension))
     }
 
     /// Reads the counts of a model of `layers` and `experts`; `None`: there are none, or they are another model's.
@@ -126,7 +130,7 @@ mod tests {
     #[test]
     fn a_file_brings_it_back_and_a_wrong_one_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
-        let path = Popularity::path_of(&dir.path().join("model.experts"));
+        let path = dir.path().join("model.use");
         let mut used = Popularity::new(2, 3);
         used.add(&[1, 2, 3, 40, 50, 60], 2);
         used.save(&path).unwrap();

@@ -113,9 +113,14 @@ impl<B: Backend> Parts<B> {
         parts
     }
 
+    /// The parts of the last batch.
+    pub(super) fn of_batch(&self) -> &[Part<B>] {
+        &self.all[..self.used]
+    }
+
     /// Copies rows of a tensor that the parts of the last batch have, `out[i] = of[rows[i]]`.
     pub(super) fn gather(&self, backend: &B, rows: &[usize], of: impl Fn(&Part<B>) -> &B::Tensor, out: &mut B::Tensor) {
-        let parts = &self.all[..self.used];
+        let parts = self.of_batch();
         let part_of =
             |row: &usize| parts.iter().position(|part| part.rows.contains(row)).expect("a row of the last batch");
         let mut at = 0;
@@ -131,6 +136,15 @@ impl<B: Backend> Part<B> {
     /// What the last connection of a pass made, `[T, rows]`.
     pub(super) fn last_shares(&self) -> &B::Tensor {
         &self.shares.as_ref().expect("connected streams have shares")[1]
+    }
+
+    /// What goes from one layer to the next: the residual streams, and what the last connections made.
+    pub(super) fn streams(&self) -> impl Iterator<Item = &B::Tensor> {
+        std::iter::once(&self.x).chain(self.shares.iter().flatten())
+    }
+
+    pub(super) fn streams_mut(&mut self) -> impl Iterator<Item = &mut B::Tensor> {
+        std::iter::once(&mut self.x).chain(self.shares.iter_mut().flatten())
     }
 
     /// Appends those of the batch's `rows` that are in this part to `out`, `[rows, streams * hidden]`.

@@ -79,7 +79,7 @@ impl<B: Backend> Forward for Model<B> {
     }
 
     fn hold(&mut self, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()> {
-        self.steering.hold(&self.backend, vectors)
+        self.steering.hold(&self.backend, vectors, self.backend.share().of)
     }
 
     fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]> {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::buffers::{Part, Parts};
 use super::streams::{LastBuffers, MixBuffers};
-use super::weights::{Last, Weights};
+use super::weights::{HeadWeights, Last};
 use crate::backend::Backend;
 use crate::backend::tensor::Shortlist;
 use crate::model::{ModelConfig, Norm, Share};
@@ -68,7 +68,7 @@ impl<B: Backend> Head<B> {
     }
 
     /// Logits of rows of the last batch, on the device: `lm_head(norm(x[rows]))`.
-    pub(super) fn compute(&mut self, backend: &B, weights: &Weights<B>, parts: &Parts<B>, rows: &[usize]) {
+    pub(super) fn compute(&mut self, backend: &B, weights: &HeadWeights<B>, parts: &Parts<B>, rows: &[usize]) {
         let Self { last, connected, last_normed, part, logits, mixing, .. } = self;
         for t in [&mut *last, &mut *last_normed, &mut *logits] {
             backend.set_rows(t, rows.len());
@@ -92,10 +92,10 @@ impl<B: Backend> Head<B> {
             (Last::Norm(norm), _, Norm::Layer) => backend.layer_norm(last, norm, self.norm_eps, last_normed),
         }
         match part {
-            None => backend.linear(&weights.lm_head, last_normed, logits),
+            None => backend.linear(&weights.linear, last_normed, logits),
             Some((columns, part)) => {
                 backend.set_rows(part, rows.len());
-                backend.linear(&weights.lm_head, last_normed, part);
+                backend.linear(&weights.linear, last_normed, part);
                 backend.gather_columns(part, columns, logits);
             }
         }

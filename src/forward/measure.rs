@@ -14,6 +14,11 @@ pub trait Measure {
         1
     }
 
+    /// Devices that have some of its layers each.
+    fn stages(&self) -> usize {
+        1
+    }
+
     /// Bytes of resident weights that a decode step of one token reads, of a rank.
     fn resident_bytes_per_token(&self) -> u64;
 
@@ -83,9 +88,8 @@ impl<B: Backend> Model<B> {
     pub(super) fn profiled(&mut self, batch: &Batch) -> Result<Vec<OpTime>> {
         let mut pass = || {
             self.forward(batch, None)?;
-            let Self { backend, weights, parts, head, .. } = self;
-            head.compute(backend, weights, parts, &[batch.len() - 1]);
-            head.whole_rows(backend)?;
+            self.compute_logits(&[batch.len() - 1]);
+            self.head.whole_rows(&self.backend)?;
             self.backend.take_profile()
         };
         // The first pass loads whatever it needs, the second may be recorded.

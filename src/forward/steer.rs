@@ -27,15 +27,20 @@ struct DeviceVector<N> {
 
 impl<B: Backend> Steering<B> {
     pub(super) fn new(backend: &B, model: &ModelConfig) -> Result<Self> {
-        let additions = backend.additions(model.layers.len())?;
+        let additions = backend.additions(model.all_layers())?;
         let widths = [model.hidden_size, model.streams().width()];
         Ok(Self { widths, vectors: Vec::new(), additions, active: false })
     }
 
-    /// As [`Forward::hold`](super::Forward::hold).
-    pub(super) fn hold(&mut self, backend: &B, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()> {
+    /// As [`Forward::hold`](super::Forward::hold), on one of so many devices that hold the same.
+    pub(super) fn hold(
+        &mut self,
+        backend: &B,
+        vectors: &mut dyn Iterator<Item = &Arc<[f32]>>,
+        devices: usize,
+    ) -> Result<()> {
         let before = self.vectors.len();
-        self.vectors.retain(|held| Arc::strong_count(&held.given) > backend.share().of); // every rank holds it
+        self.vectors.retain(|held| Arc::strong_count(&held.given) > devices);
         if self.vectors.len() < before {
             backend.set_additions(&mut self.additions, Vec::new())?; // it holds them too
         }

@@ -14,15 +14,18 @@ use crate::model::{LastRead, LayerConfig, ModelConfig, Residual};
 
 /// All resident weights of a model.
 pub struct Weights<B: Backend> {
-    /// `[vocab, hidden]`
-    pub embedding: B::Embedding,
+    /// `[vocab, hidden]`, of the first stage.
+    pub embedding: Option<B::Embedding>,
     /// In order, bottom first.
     pub layers: Vec<LayerWeights<B>>,
-    /// Before the output head.
-    pub(super) last: Last<B>,
     pub(super) tables: Tables<B>,
-    /// `[vocab, hidden]`, or a rank's part of the vocabulary.
-    pub lm_head: B::Linear,
+    pub(super) head: Option<HeadWeights<B>>, // of the last stage
+}
+
+/// The output head, and what it reads.
+pub(super) struct HeadWeights<B: Backend> {
+    pub(super) last: Last<B>,
+    pub(super) linear: B::Linear, // [vocab, hidden], or a rank's part of the vocabulary
 }
 
 /// What the output head reads the residual streams through.
@@ -69,36 +72,22 @@ impl<B: Backend> Weights<B> {
         let loader = Loader { backend, source, model, bits, share: backend.share() };
         let (body, hidden, vocab) = (model.names.body, model.hidden_size, model.vocab_size);
         let embedding = format!("{body}{}.weight", model.names.embedding);
-        let head = if model.tied_embeddings { embedding.clone() } else { format!("{}.weight", model.names.head) };
-        let of_head = model.vocabulary_share(loader.share).map_or(Cut::Whole, |_| Cut::Width);
         let layers = model.layers.iter().enumerate().map(|(i, layer)| {
-            let weights = LayerWeights::load(&loader, &format!("{body}layers.{i}"), layer)?;
+            let weights = LayerWeights::load(&loader, &format!("{body}layers.{}", model.number_of(i)), layer)?;
             report(i + 1, model.layers.len())?;
             Ok(weights)
         });
         Ok(Self {
             layers: layers.collect::<Result<_>>()?,
-            embedding: backend.load_embedding(source.matrix(&embedding, vocab, hidden)?)?,
-            last: match (model.mixer(), model.connections()) {
-                (None, Some(of)) => {
-                    let connection = match of.last {
-                        LastRead::Mean | LastRead::Ahead => None,
-                        LastRead::Shares => Some(Connection::load_last(&loader, &format!("{body}hc_head"), of)?),
-                    };
-                    Last::Connected(
-                        connection,
-                        loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?,
-                    )
-                }
-                (Some(mixer), _) => Last::Mixer(Mixer::load(&loader, &format!("{body}hyper_connection_mixer"), mixer)?),
-                (None, None) => Last::Norm(loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?),
+            embedding: match model.is_first_stage() {
+                true => Some(backend.load_embedding(source.matrix(&embedding, vocab, hidden)?)?),
+                false => None,
             },
             tables: Tables::load(&loader)?,
-            lm_head: backend.load_linear(
-                loader.cut_stored(source.stored(&head, vocab, hidden)?, of_head)?,
-                None,
-                bits.of_sensitive(),
-            )?,
+            head: match model.is_last_stage() {
+                true => Some(HeadWeights::load(&loader, embedding)?),
+                false => None,
+            },
         })
     }
 
@@ -113,11 +102,38 @@ impl<B: Backend> Weights<B> {
             let ngrams = l.ngrams.as_ref().map_or(0, |ngrams| ngrams.bytes_per_token(backend));
             l.attention.bytes_per_token(backend) + l.ffn.bytes_per_token(backend) + mixers + ngrams
         };
-        let last = match &self.last {
-            Last::Norm(_) | Last::Connected(..) => 0,
-            Last::Mixer(mixer) => of_mixer(mixer),
+        let head = self.head.as_ref().map_or(0, |HeadWeights { last, linear }| {
+            let last = match last {
+                Last::Norm(_) | Last::Connected(..) => 0,
+                Last::Mixer(mixer) => of_mixer(mixer),
+            };
+            last + backend.linear_bytes(linear)
+        });
+        self.layers.iter().map(layer).sum::<usize>() + head
+    }
+}
+
+impl<B: Backend> HeadWeights<B> {
+    /// `embedding`: what that is called, which is the output head of some models.
+    fn load(loader: &Loader<'_, B>, embedding: String) -> Result<Self> {
+        let Loader { backend, source, model, bits, share } = *loader;
+        let (body, hidden, vocab) = (model.names.body, model.hidden_size, model.vocab_size);
+        let norm = || loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden);
+        let last = match (model.mixer(), model.connections()) {
+            (None, Some(of)) => {
+                let connection = match of.last {
+                    LastRead::Mean | LastRead::Ahead => None,
+                    LastRead::Shares => Some(Connection::load_last(loader, &format!("{body}hc_head"), of)?),
+                };
+                Last::Connected(connection, norm()?)
+            }
+            (Some(mixer), _) => Last::Mixer(Mixer::load(loader, &format!("{body}hyper_connection_mixer"), mixer)?),
+            (None, None) => Last::Norm(norm()?),
         };
-        self.layers.iter().map(layer).sum::<usize>() + last + backend.linear_bytes(&self.lm_head)
+        let head = if model.tied_embeddings { embedding } else { format!("{}.weight", model.names.head) };
+        let cut = model.vocabulary_share(share).map_or(Cut::Whole, |_| Cut::Width);
+        let head = loader.cut_stored(source.stored(&head, vocab, hidden)?, cut)?;
+        Ok(Self { last, linear: backend.load_linear(head, None, bits.of_sensitive())? })
     }
 }
 

@@ -37,6 +37,8 @@ pub fn assemble(
                 report,
             );
         }
+        #[cfg(feature = "cuda")]
+        Budget::Stages(plan) => return super::gpu::assemble_stages(spec, stored, plan, machine, report),
         Budget::Cpu(plan) => plan,
     };
     let Spec { model, config, ref precision, .. } = *spec;

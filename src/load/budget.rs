@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
-use super::gpu::{GpuPlan, Gpus};
+use super::gpu::{GpuPlan, Gpus, Place, StagePlan, StagesPlan, plan_stages};
 use super::machine::{Machine, RESERVE_BYTES, gib};
 use super::memory::{Counted, snapshots};
 use super::remedy;
@@ -21,6 +21,9 @@ pub enum Budget {
     /// On GPUs: each with its share, or one, and those that hold experts for it.
     #[cfg(feature = "cuda")]
     Gpu(Vec<Arc<crate::cuda::Cuda>>, Box<GpuPlan>),
+    /// On GPUs that have some of the layers each.
+    #[cfg(feature = "cuda")]
+    Stages(StagesPlan),
 }
 
 /// What a model takes of RAM, in bytes, and the context that fits beside it.
@@ -52,6 +55,10 @@ impl Budget {
     pub fn new(spec: &Spec<'_>, machine: &Machine) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if let Some(gpus) = Gpus::open(spec, machine)? {
+            if !gpus.stages.is_empty() {
+                let stages = stages_plan(spec, &gpus.stages, machine)?;
+                return Ok(Self::Stages(StagesPlan { devices: gpus.devices, stages, choice: gpus.choice }));
+            }
             let config = gpus.config(spec.config);
             let plan = gpu_plan(&gpus.spec(spec, &config), &gpus.least(), machine)?;
             let choice = gpus.choice(&plan);
@@ -70,13 +77,22 @@ impl Budget {
 /// What goes where on a GPU. Errors: as [`GpuPlan::new`]; they say so where the CPU alone would do.
 #[cfg(feature = "cuda")]
 pub(super) fn gpu_plan(spec: &Spec<'_>, device: &crate::cuda::DeviceInfo, machine: &Machine) -> Result<GpuPlan> {
-    GpuPlan::new(spec, device, machine).map_err(|error| {
-        let cpu = EngineConfig { device: Device::Cpu, ..spec.config.clone() };
-        match (error, CpuPlan::attempt(&spec.with(&cpu), machine)) {
-            (Error::Resources(text), Ok(Ok(_))) => Error::Resources(format!("{text}, or use --device cpu")),
-            (error, _) => error,
-        }
-    })
+    GpuPlan::new(spec, device, machine).map_err(|error| or_the_cpu(error, spec, machine))
+}
+
+/// What goes where on GPUs that have some of the layers each. Errors: as [`plan_stages`], in the same way.
+#[cfg(feature = "cuda")]
+pub(super) fn stages_plan(spec: &Spec<'_>, places: &[Place], machine: &Machine) -> Result<Vec<StagePlan>> {
+    plan_stages(spec, places, machine).map_err(|error| or_the_cpu(error, spec, machine))
+}
+
+#[cfg(feature = "cuda")]
+fn or_the_cpu(error: Error, spec: &Spec<'_>, machine: &Machine) -> Error {
+    let cpu = EngineConfig { device: Device::Cpu, ..spec.config.clone() };
+    match (error, CpuPlan::attempt(&spec.with(&cpu), machine)) {
+        (Error::Resources(text), Ok(Ok(_))) => Error::Resources(format!("{text}, or use --device cpu")),
+        (error, _) => error,
+    }
 }
 
 /// Bytes that a model needs, and that there are.

@@ -4,6 +4,7 @@
 //! plan     what goes where
 //! refusal  what is said of a model that does not fit
 //! speed    how fast it will be
+//! stages   what goes where of a model whose layers are on several
 //! ways     on which GPUs it would be fastest
 //! devices  the GPUs of a run
 //! ```
@@ -12,10 +13,13 @@ mod devices;
 mod plan;
 mod refusal;
 mod speed;
+mod stages;
 mod ways;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use moebius_cache::format::ExpertCache;
 
 use super::crews;
 use super::machine::{Machine, gib, watch_memory};
@@ -23,26 +27,30 @@ use super::place::place;
 use super::spec::Spec;
 use super::speed::Expected;
 use super::{LoadProgress, Loaded, Stored};
+use crate::Result;
 use crate::backend::Routing;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cuda::CudaBackend;
+use crate::backend::source::TensorSource;
 use crate::config::{EngineConfig, ExpertsMemory, PrefillOn};
 use crate::cuda::{Cuda, Rank};
 use crate::experts::cost::CostModel;
 use crate::experts::gpu::{GpuExperts, Prefill, Sizes};
-use crate::experts::{CpuExperts, Epilogue, ExpertExecutor};
+use crate::experts::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory};
 use crate::forward::kv_cache::{CacheSize, KvCache};
 use crate::forward::weights::Weights;
-use crate::forward::{Model, Ranks};
+use crate::forward::{Model, Ranks, Stages};
+use crate::kernel::Kernel;
+use crate::machine::heap::Heap;
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::machine::topology;
 use crate::machine::workers::Team;
 use crate::model::Share;
-use crate::{Error, Result};
 pub use devices::Gpus;
 use plan::gpu_limits;
 pub use plan::{CONTEXT_BYTES, GpuPlan, HolderPlan, Short};
 pub use speed::{GpuRates, HolderRates, on_gpu, products};
+pub use stages::{Common, Place, StagePlan, StagesPlan, attempt_stages, on_stages, plan_stages};
 pub use ways::are_uneven;
 
 /// Puts a model together on a device, which others may hold experts for, or a share of it on each of several.
@@ -93,34 +101,22 @@ pub(super) fn assemble(
     cuda.enter_thread()?;
     let mut speeds = None;
     let mut executors: Vec<Option<Box<dyn ExpertExecutor<CudaBackend>>>> = devices.iter().map(|_| None).collect();
+    let parts_of_experts = ExpertParts { spec, resident, team: &team, kernel, heap: &heap };
     if let (Some(cache), Some(sizes)) = (experts, plan.sizes) {
-        let all = sizes.in_ram(cache.num_experts()) == 0;
-        // Experts that all go to VRAM are read once.
-        let place_config = match all {
-            true => EngineConfig { experts_memory: ExpertsMemory::Map, lock: false, ..config.clone() },
-            false => config.clone(),
-        };
-        let memory = Arc::new(place(cache, &place_config, &team, report)?);
-        let cpu_of = |pairs| {
-            let cpu = CpuExperts::new(&heap, memory.clone(), team.clone(), kernel, pairs)?;
-            Ok::<_, Error>(cpu.with(Epilogue::load(&heap, resident, model)?))
-        };
-        let mut cpu = cpu_of(sizes.cpu_tokens * sizes.top_k)?;
-        let measured = if all {
-            CostModel { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 }
-        } else {
-            let one = measure(cuda, &team, &mut cpu, &sizes)?;
-            // Each link carries its own part of an expert.
-            CostModel { pcie_bytes: devices.len() as f64 * one.pcie_bytes, ..one }
+        let (memory, all) = parts_of_experts.place(cache, &sizes, report)?;
+        let mut cpu = parts_of_experts.cpu(&memory, sizes.cpu_tokens * sizes.top_k)?;
+        let measured = match all {
+            true => CostModel::NOTHING_IN_RAM,
+            false => {
+                let one = measure(cuda, &team, &mut cpu, &sizes)?;
+                // Each link carries its own part of an expert.
+                CostModel { pcie_bytes: devices.len() as f64 * one.pcie_bytes, ..one }
+            }
         };
         speeds = (!all).then_some(measured);
         // Between two layers' experts the device has its turn.
         team.spin_for(DEVICE_TURN);
-        let forced = match config.prefill {
-            PrefillOn::Auto => None,
-            PrefillOn::Cpu => Some(Prefill::Cpu),
-            PrefillOn::Gpu => Some(Prefill::Gpu),
-        };
+        let forced = forced(config);
         let share = |rank| Share { rank, of: devices.len() };
         cuda.enter_thread()?;
         let sizes = Sizes { share: share(0), ..sizes };
@@ -128,7 +124,7 @@ pub(super) fn assemble(
         for (rank, (cuda, executor)) in devices.iter().zip(&mut executors).enumerate().skip(1) {
             cuda.enter_thread()?;
             // The CPU's share is computed once; other ranks ask for nothing.
-            let cpu = cpu_of(sizes.top_k)?;
+            let cpu = parts_of_experts.cpu(&memory, sizes.top_k)?;
             *executor = Some(Box::new(GpuExperts::of_rank(cuda.clone(), &heap, cpu, share(rank), &mut first)?));
         }
         for ((on, holder), rates) in beside.iter().zip(&plan.holders).zip(&beside_rates) {
@@ -142,18 +138,8 @@ pub(super) fn assemble(
     cuda.enter_thread()?;
     let expected = on_gpu(&plan, spec, &rates)?;
     let mut device = describe(&plan, spec, speeds, backend.library(), &expected);
-    let mut host_blocks = plan.host_blocks;
-    if host_blocks > 0 {
-        // What is slower to copy than to compute is better computed.
-        let block_bytes = plan.kv_host as f64 / host_blocks as f64;
-        let link = block_bytes / cuda.pcie_bandwidth(SAMPLE_BYTES)?;
-        let is_faster = link < BLOCK_SIZE as f64 / expected.prefill_tok_per_s;
-        device += &match is_faster {
-            true => format!("; {} tokens more of KV cache in RAM", host_blocks * BLOCK_SIZE),
-            false => "; no KV cache in RAM (--kv-host): computing it again is faster than the link".into(),
-        };
-        host_blocks = if is_faster { host_blocks } else { 0 };
-    }
+    let (host_blocks, said) = host_blocks(cuda, (plan.kv_host, plan.host_blocks), &expected)?;
+    device += &said;
     let (slots, snapshots) = (config.max_sequences, plan.snapshots);
     let size = CacheSize { blocks: plan.kv_blocks, slots, snapshots, host_blocks };
     report(LoadProgress::Experts(&device));
@@ -180,6 +166,178 @@ pub(super) fn assemble(
         kernel,
         available_bytes: topology::available_bytes,
     })
+}
+
+/// What the routed experts are put together from, beside their bytes.
+struct ExpertParts<'a> {
+    spec: &'a Spec<'a>,
+    resident: &'a dyn TensorSource,
+    team: &'a Arc<Team>,
+    kernel: &'static dyn Kernel,
+    heap: &'a Heap,
+}
+
+impl ExpertParts<'_> {
+    /// The experts' bytes, where they are to be read, and whether all of them go to VRAM.
+    fn place(
+        &self,
+        cache: ExpertCache,
+        sizes: &Sizes,
+        report: &(dyn Fn(LoadProgress<'_>) + Sync),
+    ) -> Result<(Arc<ExpertMemory>, bool)> {
+        let (config, all) = (self.spec.config, sizes.in_ram(cache.num_experts()) == 0);
+        // Experts that all go to VRAM are read once.
+        let config = match all {
+            true => EngineConfig { experts_memory: ExpertsMemory::Map, lock: false, ..config.clone() },
+            false => config.clone(),
+        };
+        Ok((Arc::new(place(cache, &config, self.team, report)?), all))
+    }
+
+    /// The CPU's side of them, for so many tokens' choices.
+    fn cpu(&self, memory: &Arc<ExpertMemory>, pairs: usize) -> Result<CpuExperts> {
+        let cpu = CpuExperts::new(self.heap, memory.clone(), self.team.clone(), self.kernel, pairs)?;
+        Ok(cpu.with(Epilogue::load(self.heap, self.resident, self.spec.model)?))
+    }
+}
+
+/// Where the user wants the experts of prompts.
+fn forced(config: &EngineConfig) -> Option<Prefill> {
+    match config.prefill {
+        PrefillOn::Auto => None,
+        PrefillOn::Cpu => Some(Prefill::Cpu),
+        PrefillOn::Gpu => Some(Prefill::Gpu),
+    }
+}
+
+/// Blocks of the KV cache that are worth their `bytes` of RAM, of so many, and what is said of them: what is slower to
+/// copy than to compute is better computed.
+fn host_blocks(cuda: &Arc<Cuda>, (bytes, blocks): (u64, usize), expected: &Expected) -> Result<(usize, String)> {
+    if blocks == 0 {
+        return Ok((0, String::new()));
+    }
+    let link = bytes as f64 / blocks as f64 / cuda.pcie_bandwidth(SAMPLE_BYTES)?;
+    Ok(match link < BLOCK_SIZE as f64 / expected.prefill_tok_per_s {
+        true => (blocks, format!("; {} tokens more of KV cache in RAM", blocks * BLOCK_SIZE)),
+        false => (0, "; no KV cache in RAM (--kv-host): computing it again is faster than the link".into()),
+    })
+}
+
+/// Puts a model together whose layers are on several GPUs, a run on each.
+pub(super) fn assemble_stages(
+    spec: &Spec<'_>,
+    Stored { resident, experts }: Stored<'_>,
+    StagesPlan { devices, stages, choice }: StagesPlan,
+    machine: Machine,
+    report: &(dyn Fn(LoadProgress<'_>) + Sync),
+) -> Result<Loaded> {
+    let Spec { model, config, ref precision, .. } = *spec;
+    let in_ram = |stage: &StagePlan| {
+        stage.model.moe().zip(stage.plan.sizes).is_some_and(|(moe, sizes)| sizes.in_ram(moe.num_experts) > 0)
+    };
+    if stages.iter().any(in_ram) {
+        crews::choose(spec, &machine, spec.expert_bytes()?, report)?;
+    }
+    let Machine { team, kernel, heap, .. } = machine;
+    let runs: Vec<_> = stages.iter().map(|stage| spec.moe_layers_of(&stage.model)).collect();
+    let mut caches: Vec<Option<ExpertCache>> = match experts {
+        Some(cache) => cache.split(&runs).into_iter().map(Some).collect(),
+        None => stages.iter().map(|_| None).collect(),
+    };
+    let (mut loaded, mut rates) = (Vec::new(), Vec::new());
+    for ((stage, cuda), cache) in stages.iter().zip(&devices).zip(&mut caches) {
+        cuda.enter_thread()?;
+        // While there is room for it.
+        let vram_bytes = cuda.vram_bandwidth(SAMPLE_BYTES)?;
+        let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, stage.plan.max_context))?;
+        let first = stage.layers().start;
+        let weights = Weights::load(&backend, resident, &stage.model, config.dense, &|done, _| {
+            report(LoadProgress::Weights(first + done, model.layers.len()));
+            watch_memory()
+        })?;
+        let (mut executor, mut speeds): (Option<Box<dyn ExpertExecutor<CudaBackend>>>, _) = (None, None);
+        if let (Some(cache), Some(sizes)) = (cache.take(), stage.plan.sizes) {
+            let stage_spec = stage.spec(spec);
+            let parts = ExpertParts { spec: &stage_spec, resident, team: &team, kernel, heap: &heap };
+            let (memory, all) = parts.place(cache, &sizes, report)?;
+            let mut cpu = parts.cpu(&memory, sizes.cpu_tokens * sizes.top_k)?;
+            if !all {
+                speeds = Some(measure(cuda, &team, &mut cpu, &sizes)?);
+            }
+            team.spin_for(DEVICE_TURN);
+            let costs = speeds.unwrap_or(CostModel::NOTHING_IN_RAM);
+            executor = Some(Box::new(GpuExperts::new(cuda.clone(), &heap, cpu, sizes, costs, forced(config))?));
+        }
+        rates.push(GpuRates { vram_bytes, beside: Vec::new(), speeds });
+        loaded.push((backend, weights, executor));
+    }
+    let common = Common::of(&stages);
+    let expected = on_stages(&stages, spec, &rates)?;
+    let mut device = stages.iter().map(describe_stage).collect::<Vec<_>>().join("; ");
+    if let Some(speeds) = rates.iter().find_map(|of| of.speeds) {
+        device += &format!("; experts in RAM: CPU {:.0} GB/s", speeds.cpu_bytes / 1e9);
+    }
+    device += &format!("; expect {expected}");
+    choice.iter().for_each(|choice| device += &format!("; {choice}"));
+    let kv_host = stages.iter().map(|stage| stage.plan.kv_host).sum();
+    devices[0].enter_thread()?;
+    let (host_blocks, said) = host_blocks(&devices[0], (kv_host, common.host_blocks), &expected)?;
+    device += &said;
+    let size =
+        CacheSize { blocks: common.kv_blocks, slots: config.max_sequences, snapshots: common.snapshots, host_blocks };
+    let limits = stages[0].plan.limits;
+    let mut models = Vec::new();
+    for ((stage, cuda), (backend, weights, executor)) in stages.iter().zip(&devices).zip(loaded) {
+        cuda.enter_thread()?;
+        let kv = KvCache::new(&backend, &stage.model, size, config.kv)?;
+        models.push(Model::new(backend, stage.model.clone(), weights, executor, kv, limits)?);
+        cuda.synchronize()?;
+    }
+    let staged = Stages::new(model.clone(), models, limits.tokens)?;
+    report(LoadProgress::Experts(&device));
+    devices[0].enter_thread()?;
+    Ok(Loaded {
+        model: Box::new(staged),
+        kv_blocks: common.kv_blocks,
+        host_blocks,
+        snapshots: common.snapshots,
+        max_context: common.max_context,
+        max_batch_tokens: limits.tokens,
+        device: Some(device),
+        precision: precision.clone(),
+        dense: spec.decoded().dense_words(),
+        team,
+        kernel,
+        available_bytes: topology::available_bytes,
+    })
+}
+
+/// What was decided of a stage, in a few words.
+fn describe_stage(stage: &StagePlan) -> String {
+    let plan = &stage.plan;
+    let mut said = format!(
+        "{} ({}): {:.1} GiB of VRAM (weights {:.1}, KV {:.1} for a context of {}, buffers {:.1}",
+        stage.describe(),
+        plan.device.name,
+        gib(plan.total()),
+        gib(plan.weights),
+        gib(plan.kv),
+        plan.max_context,
+        gib(plan.buffers),
+    );
+    match (plan.sizes, stage.model.moe()) {
+        (Some(sizes), Some(moe)) => {
+            said += &format!(
+                ", experts {:.1}, passing {:.1}), {} of {} experts of a layer resident",
+                gib(plan.resident),
+                gib(plan.ring),
+                sizes.resident,
+                moe.num_experts
+            );
+        }
+        _ => said += ")",
+    }
+    said
 }
 
 /// What was decided, in one line.

@@ -42,6 +42,8 @@ pub struct Plan {
     pub vram_limit_bytes: u64,
     /// What other GPUs hold of the experts.
     pub holders: Vec<HolderPart>,
+    /// The layers on each of several GPUs, where these share them.
+    pub stages: Vec<StagePart>,
     /// RAM that may be taken, in bytes.
     pub ram_limit_bytes: u64,
     /// Tokens a sequence may hold.
@@ -89,6 +91,21 @@ pub struct HolderPart {
     pub vram_limit_bytes: u64,
 }
 
+/// What a GPU has that has some of the layers.
+#[derive(Clone, Debug, Serialize)]
+pub struct StagePart {
+    /// The layers and the GPU, in words.
+    pub what: String,
+    /// How many layers.
+    pub layers: usize,
+    /// Experts of each of them in its VRAM.
+    pub resident_experts: usize,
+    /// VRAM that will be taken, in bytes.
+    pub vram_bytes: u64,
+    /// VRAM that may be taken, in bytes.
+    pub vram_limit_bytes: u64,
+}
+
 /// Bandwidths in GB/s (10^9 bytes), measured here or assumed.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Speeds {
@@ -122,6 +139,9 @@ pub fn plan(name: &str, spec: &Spec<'_>, ram: Option<u64>) -> Result<Plan> {
     let estimator = Estimator { name, spec: spec.clone(), machine: &machine };
     #[cfg(feature = "cuda")]
     if let Some(device) = gpu::PlannedGpu::find(spec, &machine)? {
+        if !device.places.is_empty() {
+            return estimator.on_stages(&device);
+        }
         let config = device.config(spec.config);
         return Estimator { spec: device.spec(spec, &config), ..estimator }.on_gpu(&device);
     }
@@ -199,6 +219,7 @@ impl Estimator<'_> {
             parts: Vec::new(),
             vram_limit_bytes: 0,
             holders: Vec::new(),
+            stages: Vec::new(),
             max_context: 0,
             kv_tokens: 0,
             resident_experts: 0,
@@ -219,11 +240,12 @@ fn gain(flag: &str, now: &Expected, then: &Expected) -> Option<String> {
 mod gpu {
     use super::*;
     use crate::Error;
-    use crate::config::{self, KvBits, PrefillOn};
+    use crate::config::{self, KvBits, PrefillOn, Split};
     use crate::cuda::DeviceInfo;
-    use crate::load::budget::gpu_plan;
+    use crate::load::budget::{gpu_plan, stages_plan};
     use crate::load::gpu::{
-        CONTEXT_BYTES, GpuPlan, GpuRates, Gpus, HolderPlan, HolderRates, are_uneven, on_gpu, products,
+        CONTEXT_BYTES, Common, GpuPlan, GpuRates, Gpus, HolderPlan, HolderRates, Place, Short, StagePlan, are_uneven,
+        on_gpu, on_stages, products,
     };
 
     /// A card that is not here: 128 multiprocessors of compute capability 8.9, PCIe 4.0 with 16 lanes.
@@ -236,11 +258,12 @@ mod gpu {
     /// The GPU of a plan.
     pub(super) struct PlannedGpu {
         info: DeviceInfo,
-        ranks: usize,             // as many of them
-        vram: Vec<u64>,           // what bounds them
-        beside: Vec<u64>,         // what others may take, which can hold experts for the one
-        speeds: Vec<HolderRates>, // of these
-        gpus: Option<Gpus>,       // `None`: they are not here
+        ranks: usize,                  // as many of them
+        vram: Vec<u64>,                // what bounds them
+        beside: Vec<u64>,              // what others may take, which can hold experts for the one
+        speeds: Vec<HolderRates>,      // of these, or of all that have some of the layers
+        pub(super) places: Vec<Place>, // GPUs that have some of the layers each; else empty
+        gpus: Option<Gpus>,            // `None`: they are not here
         vram_bytes: f64,
         pcie_bytes: f64,
     }
@@ -261,7 +284,7 @@ mod gpu {
             match found {
                 Some(gpus) => Self::measure(gpus).map(Some),
                 None if config.vram.is_empty() || config.device == config::Device::Cpu => Ok(None),
-                None => Ok(Some(Self::assumed(spec))),
+                None => Ok(Some(Self::assumed(spec, machine))),
             }
         }
 
@@ -279,7 +302,11 @@ mod gpu {
         }
 
         fn measure(gpus: Gpus) -> Result<Self> {
-            let speeds = gpus.beside.iter().map(|of| HolderRates::measure(&of.cuda)).collect::<Result<_>>()?;
+            let measured = match gpus.stages.is_empty() {
+                true => gpus.beside.iter().map(|of| &of.cuda).collect::<Vec<_>>(),
+                false => gpus.devices.iter().collect(),
+            };
+            let speeds = measured.into_iter().map(HolderRates::measure).collect::<Result<_>>()?;
             let cuda = &gpus.devices[0];
             cuda.enter_thread()?;
             Ok(Self {
@@ -290,18 +317,12 @@ mod gpu {
                 speeds,
                 vram_bytes: cuda.vram_bandwidth(SAMPLE_BYTES)?,
                 pcie_bytes: cuda.pcie_bandwidth(SAMPLE_BYTES)?,
+                places: gpus.stages.clone(),
                 gpus: Some(gpus),
             })
         }
 
-        fn assumed(spec: &Spec<'_>) -> Self {
-            // Equal but for what may be taken: the largest has all but experts that others hold.
-            let mut vram = spec.config.vram.clone();
-            let mut beside = Vec::new();
-            if are_uneven(&vram) && spec.model.moe().is_some() {
-                vram.sort_unstable_by(|a, b| b.cmp(a));
-                beside = vram.split_off(1);
-            }
+        fn assumed(spec: &Spec<'_>, machine: &Machine) -> Self {
             let info = DeviceInfo {
                 name: "a GPU that is not here".into(),
                 capability: (8, 9),
@@ -311,12 +332,33 @@ mod gpu {
                 total_bytes: 1 << 50,
                 free_bytes: 1 << 50,
             };
+            // Equal but for what may be taken: the largest has all but experts that others hold, if that fits.
+            let mut vram = spec.config.vram.clone();
+            let (mut beside, split) = (Vec::new(), spec.config.split);
+            let (is_moe, apart) = (spec.model.moe().is_some(), are_uneven(&vram) && split != Split::Width);
+            let mut is_staged = split == Split::Layers || apart && !is_moe;
+            if is_moe && !is_staged && (apart || split == Split::Experts) {
+                let mut sizes = vram.clone();
+                sizes.sort_unstable_by(|a, b| b.cmp(a));
+                let others = sizes.split_off(1);
+                let config = EngineConfig { vram: sizes.clone(), ..spec.config.clone() };
+                let attempt = GpuPlan::attempt(&spec.with(&config).with_beside(others.clone()), &info, machine);
+                is_staged = split == Split::Auto && matches!(attempt, Ok(Err(Short::Vram(_))));
+                if !is_staged {
+                    (vram, beside) = (sizes, others);
+                }
+            }
             let (vram_bytes, link_bytes) = (ASSUMED_VRAM_BYTES, ASSUMED_PCIE_BYTES);
             let each = HolderRates { vram_bytes, products: products(&info), link_bytes };
+            let of_place = |i: usize| vram.get(i).or(vram.first()).copied().unwrap_or(0);
+            let places: Vec<Place> = (0..if is_staged { spec.ranks() } else { 0 })
+                .map(|number| Place { number, info: info.clone(), vram: of_place(number) })
+                .collect();
             Self {
                 ranks: spec.ranks(),
+                speeds: vec![each; beside.len() + places.len()],
+                places,
                 vram,
-                speeds: vec![each; beside.len()],
                 beside,
                 info,
                 gpus: None,
@@ -332,7 +374,70 @@ mod gpu {
         }
     }
 
+    impl StagePart {
+        fn of(stage: &StagePlan) -> Self {
+            Self {
+                what: stage.describe(),
+                layers: stage.model.layers.len(),
+                resident_experts: stage.plan.sizes.map_or(0, |sizes| sizes.resident),
+                vram_bytes: stage.plan.total(),
+                vram_limit_bytes: stage.plan.vram,
+            }
+        }
+    }
+
     impl Estimator<'_> {
+        /// On GPUs that have some of the layers each.
+        pub(super) fn on_stages(&self, device: &PlannedGpu) -> Result<Plan> {
+            let Self { spec, machine, .. } = self;
+            let stages = stages_plan(spec, &device.places, machine)?;
+            let common = Common::of(&stages);
+            let cpu = CpuRates::measure(spec, machine, 128)?;
+            let rates = |of: &HolderRates| GpuRates::of(&cpu, 1, of.vram_bytes, of.link_bytes);
+            let rates: Vec<GpuRates> = device.speeds.iter().map(rates).collect();
+            let sum = |of: &dyn Fn(&StagePlan) -> u64| stages.iter().map(of).sum::<u64>();
+            let mut host = 0;
+            for stage in &stages {
+                host += stage.plan.host_bytes(&stage.spec(spec), machine)?;
+            }
+            let passes = stages.iter().any(|stage| stage.plan.ring > 0);
+            let part = |name, vram_bytes, ram_bytes, disk_bytes| MemoryPart { name, vram_bytes, ram_bytes, disk_bytes };
+            Ok(Plan {
+                device: format!("{} GPUs, some layers on each", stages.len()),
+                choice: device.gpus.as_ref().and_then(|gpus| gpus.choice.clone()),
+                is_assumed: device.gpus.is_none(),
+                parts: vec![
+                    part("drivers and kernels", CONTEXT_BYTES * stages.len() as u64, 0, 0),
+                    part("dense weights", sum(&|stage| stage.plan.weights), 0, 0),
+                    part("KV cache", sum(&|stage| stage.plan.kv), sum(&|stage| stage.plan.kv_host), 0),
+                    part("state cache", 0, sum(&|stage| stage.plan.state_cache), 0),
+                    part("buffers", sum(&|stage| stage.plan.buffers), host, 0),
+                    part("resident experts", sum(&|stage| stage.plan.resident), 0, 0),
+                    part("passing experts", sum(&|stage| stage.plan.ring), 0, 0),
+                    part(if passes { "experts, pinned" } else { "experts" }, 0, sum(&|stage| stage.plan.ram), 0),
+                    part("expert cache", 0, 0, spec.expert_bytes()?),
+                ],
+                vram_limit_bytes: sum(&|stage| stage.plan.vram),
+                stages: stages.iter().map(StagePart::of).collect(),
+                max_context: common.max_context,
+                kv_tokens: common.kv_tokens(),
+                resident_experts: stages
+                    .iter()
+                    .filter_map(|stage| stage.plan.sizes)
+                    .map(|of| of.resident)
+                    .min()
+                    .unwrap_or(0),
+                speeds: Speeds {
+                    read_gb_per_s: cpu.read_bytes / 1e9,
+                    pcie_gb_per_s: Some(device.pcie_bytes / 1e9),
+                    vram_gb_per_s: Some(device.vram_bytes / 1e9),
+                },
+                expected: on_stages(&stages, spec, &rates)?,
+                dense: spec.decoded().dense_words(),
+                ..self.about()
+            })
+        }
+
         pub(super) fn on_gpu(&self, device: &PlannedGpu) -> Result<Plan> {
             let Self { spec, machine, .. } = self;
             let plan = gpu_plan(spec, &device.info, machine)?;
@@ -464,7 +569,7 @@ impl std::fmt::Display for Plan {
 
         write!(f, "\ncontext   {} of {} tokens", self.max_context, self.model_context)?;
         writeln!(f, ", {} in all sequences together", self.kv_tokens)?;
-        if self.vram_limit_bytes > 0 && self.num_experts > 0 {
+        if self.vram_limit_bytes > 0 && self.num_experts > 0 && self.stages.is_empty() {
             let (resident, all) = (self.resident_experts, self.num_experts);
             write!(f, "experts   {resident} of {all} of a layer resident")?;
             match resident {
@@ -476,6 +581,14 @@ impl std::fmt::Display for Plan {
         for HolderPart { experts, vram_bytes, vram_limit_bytes } in &self.holders {
             let (taken, may) = (gib(*vram_bytes), gib(*vram_limit_bytes));
             writeln!(f, "          {experts} on another GPU, {taken:.2} of {may:.2} GiB of its VRAM")?;
+        }
+        for StagePart { what, resident_experts, vram_bytes, vram_limit_bytes, .. } in &self.stages {
+            let experts = match self.num_experts {
+                0 => String::new(),
+                all => format!(", {resident_experts} of {all} experts of a layer resident"),
+            };
+            let (taken, may) = (gib(*vram_bytes), gib(*vram_limit_bytes));
+            writeln!(f, "          {what}: {taken:.2} of {may:.2} GiB of its VRAM{experts}")?;
         }
         if let Some(choice) = &self.choice {
             writeln!(f, "GPUs      {}", choice.replace("; ", "\n          "))?;

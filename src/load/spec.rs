@@ -1,6 +1,7 @@
 //! A model as it is to run: what it is, what the user chose, and which precision its routed experts get.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
@@ -200,6 +201,22 @@ impl<'a> Spec<'a> {
     /// What the GPU has that has the most.
     pub(super) fn largest_share(&self) -> Share {
         Share { rank: self.ranks() - 1, of: self.ranks() }
+    }
+
+    /// A [stage](ModelConfig::stage) of the model, on a GPU that has nothing else.
+    pub(super) fn stage<'b>(&self, stage: &'b ModelConfig, config: &'b EngineConfig) -> Spec<'b>
+    where
+        'a: 'b,
+    {
+        let moe_layers = self.moe_layers_of(stage);
+        let precision = self.precision.as_ref().map(|all| all.of_layers(moe_layers));
+        Spec { model: stage, config, precision, kept: self.kept.clone(), ranks: 1, beside: Vec::new() }
+    }
+
+    /// Which of the model's MoE layers, counted among these, a stage has.
+    pub(super) fn moe_layers_of(&self, stage: &ModelConfig) -> Range<usize> {
+        let before = self.model.moe_layers().take_while(|(layer, _)| *layer < stage.number_of(0)).count();
+        before..before + stage.moe_layers().count()
     }
 
     /// Bytes of all packed routed experts.

@@ -73,7 +73,10 @@ pub(super) struct TokenWork {
 impl TokenWork {
     pub(super) fn of(spec: &Spec<'_>) -> Result<Self> {
         let Spec { model, config, .. } = *spec;
-        let embedding = 2.0 * model.hidden_size as f64 * model.vocab_size as f64;
+        let embedding = match model.is_first_stage() {
+            true => 2.0 * model.hidden_size as f64 * model.vocab_size as f64,
+            false => 0.0,
+        };
         let moe = model.moe();
         // Where rows have no groups, a GPU keeps them as they are, and the CPU was refused.
         let a_sequence = CacheSize { slots: 1, ..CacheSize::default() };

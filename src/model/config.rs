@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Attention, Connections, Ffn, Indexer, Mixer, Moe, Ngrams, Rope, StateShape, StreamShape};
+use super::{Attention, Connections, Ffn, Indexer, Mixer, Moe, Ngrams, Rope, Stage, StateShape, StreamShape};
 use crate::{Error, Result};
 
 /// Everything the forward pass needs to know about a model.
@@ -37,6 +37,8 @@ pub struct ModelConfig {
     pub names: Names,
     /// In order, bottom first.
     pub layers: Vec<LayerConfig>,
+    /// Which layers of a larger model these are; `None`: they are all.
+    pub stage: Option<Stage>,
 }
 
 /// What a checkpoint calls its tensors, where families differ. Names of a layer's parts stand behind `layers.5.`.
@@ -204,7 +206,7 @@ impl LayerConfig {
 impl ModelConfig {
     /// The MoE layers in order: model layer number and configuration.
     pub fn moe_layers(&self) -> impl Iterator<Item = (usize, &Moe)> {
-        self.layers.iter().enumerate().filter_map(|(i, layer)| Some((i, layer.ffn.moe()?)))
+        self.layers.iter().enumerate().filter_map(|(i, layer)| Some((self.number_of(i), layer.ffn.moe()?)))
     }
 
     /// The routed experts' dimensions; `None`: a dense model.
@@ -227,9 +229,9 @@ impl ModelConfig {
         StreamShape { streams: self.layers.first().map_or(1, LayerConfig::streams), hidden_size: self.hidden_size }
     }
 
-    /// Layers to whose start n-grams add, and what they are.
+    /// Layers to whose start n-grams add, by their number in the model, and what they are.
     pub fn ngrams(&self) -> impl Iterator<Item = (usize, &Ngrams)> {
-        self.layers.iter().enumerate().filter_map(|(i, layer)| Some((i, layer.ngrams.as_ref()?)))
+        self.layers.iter().enumerate().filter_map(|(i, layer)| Some((self.number_of(i), layer.ngrams.as_ref()?)))
     }
 
     /// Whether n-grams wait to be told [what tokens count as](Ngrams::alike).

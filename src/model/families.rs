@@ -280,6 +280,7 @@ fn model(f: &Fields<'_>, layers: Vec<LayerConfig>) -> Result<ModelConfig> {
         draft_layers: f.count_or("num_nextn_predict_layers", f.count_or("mtp_num_hidden_layers", 0)?)?,
         names: Names::COMMON,
         layers,
+        stage: None,
     };
     model.moe().map_or(Ok(()), check_router)?;
     let caches = |attention: &Attention| attention.kv_dims().0 > 0 || attention.entries().is_some();

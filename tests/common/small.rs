@@ -151,7 +151,7 @@ pub fn config(name: &str) -> Value {
 }
 
 /// Weights that depend on name and place. Biases, sinks and taps are not zero: what leaves one out is noticed.
-struct Random;
+pub struct Random;
 
 impl TensorSource for Random {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {

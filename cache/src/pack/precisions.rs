@@ -1,6 +1,7 @@
 //! The precisions of a model's experts: files whose tensors have types of their own keep each of them.
 
 use std::fmt;
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -54,6 +55,14 @@ impl Precisions {
         match self {
             Self::One(precision) => (*precision).into(),
             Self::Layers(layers) => layers[i],
+        }
+    }
+
+    /// Those of a run of layer indices. Panics: as [`layer`](Self::layer).
+    pub fn of_layers(&self, run: Range<usize>) -> Self {
+        match self {
+            Self::One(precision) => Self::One(*precision),
+            Self::Layers(layers) => layers[run].iter().copied().collect(),
         }
     }
 

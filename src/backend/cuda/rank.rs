@@ -1,4 +1,4 @@
-//! Sums over several devices.
+//! Sums over several devices, and tensors from one to the next.
 
 use std::ops::Range;
 
@@ -8,6 +8,7 @@ use super::product::{FEW_TOKENS, Form};
 use super::{CudaBackend, Tensor};
 use crate::Result;
 use crate::backend::Rank;
+use crate::cuda::Hop;
 use crate::cuda::kernels::RankSum;
 use crate::model::Share;
 
@@ -72,6 +73,8 @@ const MOST_RANKS: usize = 2;
 const LEAST_RUN: usize = 1024;
 
 impl Rank for CudaBackend {
+    type Way = Hop;
+
     fn share(&self) -> Share {
         self.rank.as_ref().map_or(Share::WHOLE, |rank| Share { rank: rank.number(), of: rank.of() })
     }
@@ -110,6 +113,20 @@ impl Rank for CudaBackend {
         if let Some(rank) = &self.rank {
             rank.gather_columns((own.f32(), own.rows), columns, (all.f32(), all.cols));
         }
+    }
+
+    fn way_to(&self, next: &Self, numbers: usize) -> Result<Hop> {
+        Hop::new(&self.cuda, &next.cuda, numbers, false)
+    }
+
+    fn bring<'a>(
+        &self,
+        way: &mut Hop,
+        from: impl Iterator<Item = &'a Tensor>,
+        to: impl Iterator<Item = &'a mut Tensor>,
+    ) -> Result<()> {
+        let all: Vec<_> = from.zip(to).map(|(from, to)| (from.f32(), to.f32(), from.rows * from.cols)).collect();
+        way.bring(all.into_iter())
     }
 
     fn give_up(&self) {

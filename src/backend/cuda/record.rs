@@ -120,6 +120,11 @@ impl Record for CudaBackend {
         Ok(true)
     }
 
+    fn is_recorded(&self, batch: &Batch, hooks: Hooks) -> bool {
+        let shape = DecodeShape::of(batch, hooks);
+        shape.is_some_and(|shape| matches!(self.graphs.borrow().get(&shape), Some(Recorded::Graph(_))))
+    }
+
     fn additions(&self, layers: usize) -> Result<Additions> {
         let data = DeviceBuffer::zeros(&self.cuda, begins(layers) + ROOM * WORDS)?;
         Ok(Additions { data, layers, room: ROOM, vectors: Vec::new() })

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::plan::{GpuPlan, check_vram, may_take, size};
+use super::plan::{GpuPlan, Short, check_vram, may_take, size};
 use super::speed::products;
-use super::ways::{Card, Ways, are_uneven, least, without_remedy};
-use crate::config::{Device, EngineConfig};
+use super::stages::Place;
+use super::ways::{Card, How, Ways, are_uneven, least, without_remedy};
+use crate::config::{Device, EngineConfig, Split};
 use crate::cuda::{self, Cuda, DeviceInfo, MAX_RANKS, Rank};
 use crate::load::machine::Machine;
 use crate::load::spec::Spec;
@@ -19,6 +20,8 @@ pub struct Gpus {
     pub devices: Vec<Arc<Cuda>>,
     /// Those that can hold experts for the one device.
     pub beside: Vec<Beside>,
+    /// The devices, where each has some of the layers; else empty.
+    pub stages: Vec<Place>,
     /// What bounds the devices' VRAM, if something does.
     pub vram: Vec<u64>,
     /// Where there were others: why these.
@@ -43,7 +46,7 @@ impl Gpus {
         match &spec.config.device {
             Device::Cpu => Ok(None),
             Device::Auto => choose(spec, machine),
-            Device::Cuda(numbers) => named(spec, numbers).map(Some),
+            Device::Cuda(numbers) => named(spec, numbers, machine).map(Some),
         }
     }
 
@@ -89,7 +92,7 @@ fn check_bounds(config: &EngineConfig) -> Result<()> {
     }
 }
 
-fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Gpus> {
+fn named(spec: &Spec<'_>, numbers: &[usize], machine: &Machine) -> Result<Gpus> {
     let refuse = |why: String| Err(Error::Invalid(format!("--device {}: {why}", spec.config.device)));
     let mut distinct = numbers.to_vec();
     distinct.sort_unstable();
@@ -110,19 +113,59 @@ fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Gpus> {
     }
     let bound = |i: usize| bounds.get(i).or(bounds.first()).copied();
     let vram: Vec<u64> = devices.iter().enumerate().map(|(i, cuda)| bound(i).unwrap_or(may_take(&cuda.info))).collect();
-    let Some(why) = apart(numbers, &devices, &vram) else {
-        return Ok(Gpus { devices, beside: Vec::new(), vram: bounds.clone(), choice: None });
+    let together = |choice| Gpus {
+        devices: devices.clone(),
+        beside: Vec::new(),
+        stages: Vec::new(),
+        vram: bounds.clone(),
+        choice,
     };
-    if spec.model.moe().is_none() {
-        return refuse(format!("{why}, and this model has no experts that one could hold: name one GPU"));
+    let staged = |why: String| {
+        let place = |((number, cuda), vram): ((&usize, &Arc<Cuda>), &u64)| Place {
+            number: *number,
+            info: cuda.info.clone(),
+            vram: *vram,
+        };
+        let stages = numbers.iter().zip(&devices).zip(&vram).map(place).collect();
+        Ok(Gpus { stages, ..together(Some(format!("{why}, so each GPU has some of the layers"))) })
+    };
+    if devices.len() == 1 {
+        return Ok(together(None));
+    }
+    let split = spec.config.split;
+    if split == Split::Layers {
+        return staged("--split layers".into());
+    }
+    let why = match (split, apart(numbers, &devices, &vram), undivided(spec)) {
+        (Split::Experts, ..) => "--split experts".into(),
+        (Split::Width, Some(Apart::By(why)), _) | (Split::Width, _, Some(why)) => {
+            return refuse(format!("{why}: use --split layers"));
+        }
+        (Split::Width, ..) | (_, None, None) => return Ok(together(None)),
+        (_, None, Some(why)) => return staged(why),
+        (_, Some(Apart::By(why) | Apart::Size(why)), _) => why,
+    };
+    match (spec.model.moe(), split) {
+        (None, Split::Experts) => return refuse("--split experts: this model has none, use --split layers".into()),
+        (None, _) => return staged(why),
+        (Some(_), _) => {}
     }
     // The strongest one has everything else; of equal ones the first.
     let strength = |i: &usize| (products(&devices[*i].info) as u64, vram[*i], usize::MAX - i);
     let first = (0..devices.len()).max_by_key(strength).unwrap_or(0);
     let others: Vec<usize> = (0..devices.len()).filter(|i| *i != first).collect();
     let names: Vec<String> = others.iter().map(|i| format!("cuda:{}", numbers[*i])).collect();
+    let fits = |beside: Vec<u64>| {
+        let config = EngineConfig { vram: vec![vram[first]], ..spec.config.clone() };
+        let attempt = GpuPlan::attempt(&spec.with(&config).with_beside(beside), &devices[first].info, machine);
+        !matches!(attempt, Ok(Err(Short::Vram(_))))
+    };
+    if split == Split::Auto && !fits(others.iter().map(|i| vram[*i]).collect()) {
+        return staged(format!("{why}, and what is no expert does not fit cuda:{} alone", numbers[first]));
+    }
     let choice = format!("{why}, so cuda:{} has all but experts that {} can hold", numbers[first], names.join(", "));
     Ok(Gpus {
+        stages: Vec::new(),
         devices: vec![devices[first].clone()],
         beside: others
             .iter()
@@ -133,20 +176,34 @@ fn named(spec: &Spec<'_>, numbers: &[usize]) -> Result<Gpus> {
     })
 }
 
-/// Why a model cannot be divided among GPUs, or should not.
-fn apart(numbers: &[usize], devices: &[Arc<Cuda>], vram: &[u64]) -> Option<String> {
+/// Why a model is not divided among GPUs.
+enum Apart {
+    /// It cannot be.
+    By(String),
+    /// Equal shares would waste what may be taken of some.
+    Size(String),
+}
+
+/// Why a model's width cannot be divided among GPUs, or should not.
+fn apart(numbers: &[usize], devices: &[Arc<Cuda>], vram: &[u64]) -> Option<Apart> {
     let first = &devices[0].info;
-    if devices.len() == 1 {
-        return None;
-    }
     if let Some((number, other)) = numbers.iter().zip(devices).find(|(_, cuda)| cuda.info.kind() != first.kind()) {
-        return Some(format!("cuda:{number} is a {} and cuda:{} a {}", other.info.name, numbers[0], first.name));
+        let why = format!("cuda:{number} is a {} and cuda:{} a {}", other.info.name, numbers[0], first.name);
+        return Some(Apart::By(why));
     }
-    if are_uneven(vram) {
-        let each = numbers.iter().zip(vram).map(|(number, vram)| format!("{} of cuda:{number}", size(*vram)));
-        return Some(format!("{} may be taken", each.collect::<Vec<_>>().join(", ")));
+    if let Err(error) = Rank::of_devices(devices) {
+        return Some(Apart::By(without_remedy(&error)));
     }
-    Rank::of_devices(devices).err().map(|error| without_remedy(&error))
+    let each = || numbers.iter().zip(vram).map(|(number, vram)| format!("{} of cuda:{number}", size(*vram)));
+    are_uneven(vram).then(|| Apart::Size(format!("{} may be taken", each().collect::<Vec<_>>().join(", "))))
+}
+
+/// What of a model as many GPUs as `spec` says cannot divide.
+fn undivided(spec: &Spec<'_>) -> Option<String> {
+    let share = spec.largest_share();
+    let of_model = || spec.model.share(share).map(drop);
+    let of_experts = || spec.expert_shape()?.map_or(Ok(()), |shape| shape.part(share).map(drop));
+    of_model().and_then(|()| of_experts()).err().map(|error| without_remedy(&error))
 }
 
 /// The GPUs of this machine that make the model fastest, and why; `None`: none can be used.
@@ -165,6 +222,7 @@ fn choose(spec: &Spec<'_>, machine: &Machine) -> Result<Option<Gpus>> {
     Ok(one.map(|cuda| Gpus {
         devices: vec![cuda],
         beside: Vec::new(),
+        stages: Vec::new(),
         vram: spec.config.vram.clone(),
         choice: (!left.is_empty()).then(|| left.join("; ")),
     }))
@@ -201,7 +259,7 @@ fn fastest(spec: &Spec<'_>, machine: &Machine, cards: &mut Vec<Card>, left: &mut
             continue;
         }
         let mut devices: Vec<Arc<Cuda>> = chosen.iter().filter_map(|(number, _)| open.remove(number)).collect();
-        if way.is_divided
+        if way.how == How::Width
             && let Err(error) = Rank::of_devices(&devices)
         {
             left.push(without_remedy(&error));
@@ -210,12 +268,19 @@ fn fastest(spec: &Spec<'_>, machine: &Machine, cards: &mut Vec<Card>, left: &mut
             continue;
         }
         open.into_iter().for_each(|(number, cuda)| cuda.close(number));
-        let others = if way.is_divided { Vec::new() } else { devices.split_off(1) };
+        let others = if way.how == How::Experts { devices.split_off(1) } else { Vec::new() };
+        let place =
+            |(cuda, &(number, vram)): (&Arc<Cuda>, &(usize, u64))| Place { number, info: cuda.info.clone(), vram };
+        let stages = match way.how {
+            How::Layers => devices.iter().zip(&chosen).map(place).collect(),
+            How::Width | How::Experts => Vec::new(),
+        };
         let beside = others.into_iter().zip(&chosen[1..]);
         devices[0].enter_thread()?;
         return Ok(Some(Gpus {
             devices,
             beside: beside.map(|(cuda, &(number, vram))| Beside { cuda, number, vram }).collect(),
+            stages,
             vram: spec.config.vram.clone(),
             choice: Some([&[why], &left[..]].concat().join("; ")),
         }));

@@ -143,24 +143,8 @@ impl GpuPlan {
         check(spec)?;
         let bound = least_bound(spec.config);
         bound.map_or(Ok(()), |bound| check_vram(bound, device))?;
-        let planner = Planner { spec: spec.clone(), device, vram: bound.unwrap_or(may_take(device)) };
-        let plan = match planner.plan()? {
-            Attempt::Fits(plan) => *plan,
-            Attempt::Needs(bytes) => return Ok(Err(Short::Vram(bytes))),
-        };
-        let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
-        let needed = plan.ram.saturating_add(plan.host_bytes(spec, machine)?);
-        if needed > available {
-            return Ok(Err(Short::Ram { needed, available }));
-        }
-        let free = available - needed;
-        let block = planner.pinned_bytes(plan.max_context, CacheSize { host_blocks: 1, ..CacheSize::default() })?;
-        let kv_host = spec.config.kv_host.filter(|_| spec.config.prefix_cache).unwrap_or(0);
-        let host_blocks = count("--kv-host", kv_host, ("a block of 64 tokens", block), free)?;
-        let kv_host = host_blocks as u64 * block;
-        let one = planner.pinned_bytes(plan.max_context, CacheSize { snapshots: 1, ..CacheSize::default() })?;
-        let snapshots = snapshots(spec.config, one, free - kv_host)?;
-        Ok(Ok(GpuPlan { kv_host, host_blocks, snapshots, state_cache: snapshots as u64 * one, ..plan }))
+        let planner = Planner { spec: spec.clone(), device, vram: bound.unwrap_or(may_take(device)), most: None };
+        planner.attempt_beside(machine, machine.available_bytes.saturating_sub(RESERVE_BYTES))
     }
 }
 
@@ -182,7 +166,34 @@ pub enum Short {
 pub(super) struct Planner<'a> {
     pub(super) spec: Spec<'a>,
     pub(super) device: &'a DeviceInfo,
-    pub(super) vram: u64, // that may be taken, driver included
+    pub(super) vram: u64,          // that may be taken, driver included
+    pub(super) most: Option<Most>, // `None`: as much as fits
+}
+
+/// What the stages of a model have in common: of each the least that one has room for.
+#[derive(Clone, Copy)]
+pub(super) struct Most {
+    limits: Limits,
+    max_context: usize,
+    kv_blocks: usize,
+}
+
+impl Most {
+    /// Of some plans. Panics: there is none.
+    pub(super) fn of<'a>(plans: impl Iterator<Item = &'a GpuPlan>) -> Self {
+        let of =
+            |plan: &GpuPlan| Self { limits: plan.limits, max_context: plan.max_context, kv_blocks: plan.kv_blocks };
+        let less = |a: Self, b: Self| Self {
+            limits: Limits {
+                tokens: a.limits.tokens.min(b.limits.tokens),
+                chunk_tokens: a.limits.chunk_tokens.min(b.limits.chunk_tokens),
+                ..a.limits
+            },
+            max_context: a.max_context.min(b.max_context),
+            kv_blocks: a.kv_blocks.min(b.kv_blocks),
+        };
+        plans.map(of).reduce(less).expect("there is a plan")
+    }
 }
 
 /// A plan for parts of some size, or the VRAM that it would need at least, without the driver's.
@@ -199,6 +210,9 @@ impl Planner<'_> {
 
     /// The plan with the largest parts that fit; else what the smallest parts need.
     fn plan(&self) -> Result<Attempt> {
+        if let Some(most) = self.most {
+            return self.attempt(most.limits);
+        }
         let config = self.spec.config;
         let pass = config.max_batch_tokens.unwrap_or(CHUNKS[0]);
         let of = |chunk: usize| {
@@ -219,6 +233,34 @@ impl Planner<'_> {
             }
         }
         Ok(least)
+    }
+
+    /// The plan, where so many bytes of RAM are `available`; or what is short.
+    pub(super) fn attempt_beside(
+        &self,
+        machine: &Machine,
+        available: u64,
+    ) -> Result<std::result::Result<GpuPlan, Short>> {
+        let spec = &self.spec;
+        let plan = match self.plan()? {
+            Attempt::Fits(plan) => *plan,
+            Attempt::Needs(bytes) => return Ok(Err(Short::Vram(bytes))),
+        };
+        let needed = plan.ram.saturating_add(plan.host_bytes(spec, machine)?);
+        if needed > available {
+            return Ok(Err(Short::Ram { needed, available }));
+        }
+        let free = available - needed;
+        let block = self.pinned_bytes(plan.max_context, CacheSize { host_blocks: 1, ..CacheSize::default() })?;
+        let kv_host = spec.config.kv_host.filter(|_| spec.config.prefix_cache).unwrap_or(0);
+        let host_blocks = match block {
+            0 => 0, // of a stage whose layers all keep states instead
+            block => count("--kv-host", kv_host, ("a block of 64 tokens", block), free)?,
+        };
+        let kv_host = host_blocks as u64 * block;
+        let one = self.pinned_bytes(plan.max_context, CacheSize { snapshots: 1, ..CacheSize::default() })?;
+        let snapshots = snapshots(spec.config, one, free - kv_host)?;
+        Ok(Ok(GpuPlan { kv_host, host_blocks, snapshots, state_cache: snapshots as u64 * one, ..plan }))
     }
 
     /// The VRAM that a plan would need at least, without the driver's; `None`: there is a plan, or never one.
@@ -269,15 +311,19 @@ impl Planner<'_> {
         let budget = self.budget();
         let fixed = counted.weights + counted.buffers;
         let blocks_of = |tokens: usize| tokens.div_ceil(BLOCK_SIZE);
-        let least = blocks_of(config.max_context.unwrap_or(model.max_context.min(2048)));
+        let chosen = self.most.map(|most| most.max_context).or(config.max_context);
+        let least = blocks_of(chosen.unwrap_or(model.max_context.min(2048)));
         let is_wide = limits.chunk_tokens > CHUNKS[CHUNKS.len() - 1] && counted.buffers > budget / 2;
         if fixed + least as u64 * block > budget || is_wide {
             return Attempt::Needs(fixed + least as u64 * block);
         }
         let quarter = ((budget - fixed) / 4 / block.max(1)) as usize;
-        let max_context = config.max_context.unwrap_or(model.max_context.min(quarter.max(least) * BLOCK_SIZE));
+        let max_context = chosen.unwrap_or(model.max_context.min(quarter.max(least) * BLOCK_SIZE));
         let one = blocks_of(max_context);
-        let kv_blocks = quarter.clamp(one, one * config.max_sequences);
+        let kv_blocks = match self.most {
+            Some(most) => most.kv_blocks,
+            None => quarter.clamp(one, one * config.max_sequences),
+        };
         Attempt::Fits(Box::new(GpuPlan {
             device: self.device.clone(),
             choice: None,
@@ -381,7 +427,7 @@ impl Planner<'_> {
 }
 
 /// What the GPU side cannot do, said before anything is loaded.
-fn check(spec: &Spec<'_>) -> Result<()> {
+pub(super) fn check(spec: &Spec<'_>) -> Result<()> {
     let model = spec.model;
     if spec.config.kv == KvBits::Bf16x2 {
         return Err(Error::Invalid("--kv bf16x2 is for the CPU: use --kv bf16 or int8, or --device cpu".into()));

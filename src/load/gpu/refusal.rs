@@ -56,7 +56,7 @@ fn least_tenths(spec: &Spec<'_>, device: &DeviceInfo, bytes: u64) -> f64 {
     let rounded = |bytes: u64| ((bytes + CONTEXT_BYTES) as f64 / TENTH).ceil();
     let mut tenths = rounded(bytes);
     for _ in 0..16 {
-        match (Planner { spec: spec.clone(), device, vram: (tenths * TENTH) as u64 }).lacks() {
+        match (Planner { spec: spec.clone(), device, vram: (tenths * TENTH) as u64, most: None }).lacks() {
             Some(bytes) => tenths = rounded(bytes).max(tenths + 1.0),
             None => break,
         }

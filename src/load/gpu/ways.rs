@@ -4,6 +4,7 @@
 //! alone      one of them
 //! divided    some of a kind that reach each other's memory, with a share each
 //! beside     one, and others that hold experts for it
+//! staged     some, with a run of the layers each, where a model fits none of them alone
 //! ```
 //!
 //! More GPUs are used where they bring a tenth, by what is expected of each way (`load/gpu/speed.rs`). One that brings
@@ -13,6 +14,8 @@ use std::sync::Arc;
 
 use super::plan::{GpuPlan, Short, may_take};
 use super::speed::{GpuRates, HolderRates, on_gpu, products};
+use super::stages::{Place, attempt_stages, on_stages};
+use crate::config::Split;
 use crate::cuda::{self, Cuda, DeviceInfo, MAX_RANKS};
 use crate::load::machine::{Machine, gib};
 use crate::load::spec::Spec;
@@ -59,13 +62,24 @@ impl Card {
     }
 }
 
+/// What each of several GPUs has of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum How {
+    /// A share of every layer.
+    Width,
+    /// The first one all but experts, the others these.
+    Experts,
+    /// Some layers.
+    Layers,
+}
+
 /// A way to use some of the GPUs.
 #[derive(Clone, Debug)]
 pub(super) struct Way {
-    /// Which of them: the first one has all but experts, or the first share.
+    /// Which of them, in the order of what they have.
     pub(super) cards: Vec<usize>,
-    /// Whether each has a share.
-    pub(super) is_divided: bool,
+    /// What each of them has; one that is alone has everything.
+    pub(super) how: How,
     /// How fast it should be. Errors: why it cannot be.
     expected: std::result::Result<Expected, String>,
 }
@@ -95,7 +109,7 @@ pub(super) struct Ways<'a> {
 impl Ways<'_> {
     /// The way that is worth its GPUs, and why.
     pub(super) fn choose(&self) -> (Way, String) {
-        let alone: Vec<Way> = (0..self.cards.len()).map(|i| self.expect(vec![i], false)).collect();
+        let alone: Vec<Way> = (0..self.cards.len()).map(|i| self.expect(vec![i], How::Experts)).collect();
         // Of equal ones the first; where the model fits none, the strongest.
         let strength = |way: &&Way| self.strength(way.cards[0]);
         let better = |best: Way, way: &Way| if way.is_worth_more_than(&best) { way.clone() } else { best };
@@ -104,7 +118,13 @@ impl Ways<'_> {
             true => alone.iter().fold(alone[0].clone(), better),
             false => strongest.clone(),
         };
-        let several: Vec<Way> = self.divided().into_iter().chain(self.beside(&first)).collect();
+        let wanted = |how| self.spec.config.split.allows(how);
+        let width = if wanted(How::Width) { self.divided() } else { Vec::new() };
+        let experts = if wanted(How::Experts) { self.beside(&first) } else { Vec::new() };
+        // One after the other: that is for what fits no GPU alone, unless it is wanted.
+        let is_staged = first.worth() == 0.0 || self.spec.config.split == Split::Layers;
+        let layers = if wanted(How::Layers) && is_staged { self.staged() } else { Vec::new() };
+        let several = [width, experts, layers].concat();
         // The fastest of each number of GPUs.
         let best = (2..=self.cards.len()).fold(first.clone(), |best, n| {
             let of = several.iter().filter(|way| way.cards.len() == n);
@@ -124,9 +144,27 @@ impl Ways<'_> {
         self.spec.config.vram.first().map_or(most, |&bound| bound.min(most))
     }
 
-    fn expect(&self, cards: Vec<usize>, is_divided: bool) -> Way {
-        let expected = self.expected(&cards, is_divided);
-        Way { cards, is_divided, expected }
+    fn expect(&self, cards: Vec<usize>, how: How) -> Way {
+        let expected = match how {
+            How::Width | How::Experts => self.expected(&cards, how == How::Width),
+            How::Layers => self.expected_of_stages(&cards),
+        };
+        Way { cards, how, expected }
+    }
+
+    fn expected_of_stages(&self, cards: &[usize]) -> std::result::Result<Expected, String> {
+        let place = |&i: &usize| {
+            let Card { number, info, .. } = &self.cards[i];
+            Place { number: *number, info: info.clone(), vram: self.vram(i) }
+        };
+        let places: Vec<Place> = cards.iter().map(place).collect();
+        let stages = planned(attempt_stages(self.spec, &places, self.machine))?;
+        let rates = |&i: &usize| {
+            let HolderRates { vram_bytes, link_bytes, .. } = self.cards[i].rates;
+            GpuRates::of(self.cpu, 1, vram_bytes, link_bytes)
+        };
+        let rates: Vec<GpuRates> = cards.iter().map(rates).collect();
+        on_stages(&stages, self.spec, &rates).map_err(|error| error.to_string())
     }
 
     fn expected(&self, cards: &[usize], is_divided: bool) -> std::result::Result<Expected, String> {
@@ -139,12 +177,7 @@ impl Ways<'_> {
             true => least(cards.iter().map(|&i| &self.cards[i].info)),
             false => self.cards[cards[0]].info.clone(),
         };
-        let plan = match GpuPlan::attempt(&spec, &info, self.machine) {
-            Ok(Ok(plan)) => plan,
-            Ok(Err(Short::Vram(bytes))) => return Err(format!("{:.1} GiB of VRAM are needed", gib(bytes))),
-            Ok(Err(Short::Ram { needed, .. })) => return Err(format!("{:.1} GiB of RAM are needed", gib(needed))),
-            Err(error) => return Err(without_remedy(&error)),
-        };
+        let plan = planned(GpuPlan::attempt(&spec, &info, self.machine))?;
         let holds = |i: usize| plan.holders.iter().any(|holder| holder.number == i);
         if !is_divided && !(0..cards.len() - 1).all(holds) {
             let experts = self.spec.model.moe().map_or(0, |moe| moe.num_experts);
@@ -177,7 +210,7 @@ impl Ways<'_> {
                     group.push(j);
                 }
             }
-            ways.extend(counts(group.len()).into_iter().map(|n| self.expect(group[..n].to_vec(), true)));
+            ways.extend(counts(group.len()).into_iter().map(|n| self.expect(group[..n].to_vec(), How::Width)));
         }
         ways
     }
@@ -192,13 +225,25 @@ impl Ways<'_> {
         others.sort_by(|&a, &b| self.cards[b].rates.vram_bytes.total_cmp(&self.cards[a].rates.vram_bytes));
         let (mut kept, mut ways) = (first.clone(), Vec::new());
         for other in others {
-            let way = self.expect([&kept.cards[..], &[other]].concat(), false);
+            let way = self.expect([&kept.cards[..], &[other]].concat(), How::Experts);
             if way.is_worth_more_than(&kept) {
                 kept = way.clone();
             }
             ways.push(way);
         }
         ways
+    }
+
+    /// Layers on two, four and so on, those that may give the most VRAM before others, and on all.
+    fn staged(&self) -> Vec<Way> {
+        let mut all: Vec<usize> = (0..self.cards.len()).collect();
+        all.sort_by_key(|&i| std::cmp::Reverse(self.vram(i)));
+        let way = |n: usize| {
+            let mut cards = all[..n].to_vec();
+            cards.sort_unstable();
+            self.expect(cards, How::Layers)
+        };
+        counts(all.len()).into_iter().map(way).collect()
     }
 
     /// What was chosen, what was expected of each way, and which GPUs are left alone.
@@ -240,10 +285,33 @@ impl Ways<'_> {
             let numbers: Vec<String> = cards.iter().map(|&i| self.cards[i].number.to_string()).collect();
             format!("cuda:{}", numbers.join(","))
         };
-        match (way.is_divided, way.cards.len()) {
-            (true, _) => format!("a share on each of {}", numbers(&way.cards)),
-            (false, 1) => format!("{} alone", numbers(&way.cards)),
-            (false, _) => format!("{} with experts on {}", numbers(&way.cards[..1]), numbers(&way.cards[1..])),
+        match (way.how, way.cards.len()) {
+            (How::Width, _) => format!("a share on each of {}", numbers(&way.cards)),
+            (How::Layers, _) => format!("some layers on each of {}", numbers(&way.cards)),
+            (How::Experts, 1) => format!("{} alone", numbers(&way.cards)),
+            (How::Experts, _) => format!("{} with experts on {}", numbers(&way.cards[..1]), numbers(&way.cards[1..])),
+        }
+    }
+}
+
+/// A plan, or why there is none.
+fn planned<T>(attempt: Result<std::result::Result<T, Short>>) -> std::result::Result<T, String> {
+    match attempt {
+        Ok(Ok(plan)) => Ok(plan),
+        Ok(Err(Short::Vram(bytes))) => Err(format!("{:.1} GiB of VRAM are needed", gib(bytes))),
+        Ok(Err(Short::Ram { needed, .. })) => Err(format!("{:.1} GiB of RAM are needed", gib(needed))),
+        Err(error) => Err(without_remedy(&error)),
+    }
+}
+
+impl Split {
+    /// Whether several GPUs may share a model so.
+    fn allows(self, how: How) -> bool {
+        match self {
+            Split::Auto => true,
+            Split::Width => how == How::Width,
+            Split::Experts => how == How::Experts,
+            Split::Layers => how == How::Layers,
         }
     }
 }
@@ -370,6 +438,14 @@ mod tests {
     fn a_model_that_fits_no_gpu_alone_is_divided() {
         let said = chosen("glm-4.5", &[(RTX_3060, 12); 4], true);
         assert!(said.starts_with("of 4 GPUs: a share on each of"), "{said}");
+    }
+
+    #[test]
+    fn layers_go_to_several_gpus_where_one_has_no_room_for_what_is_no_expert() {
+        for (shape, card, count) in [("qwen3.8-27b", RTX_4090, 3), ("deepseek-v3", RTX_3060, 4)] {
+            let said = chosen(shape, &vec![(card, card.3); count], false);
+            assert!(said.starts_with(&format!("of {count} GPUs: some layers on each of cuda:0,1")), "{said}");
+        }
     }
 
     #[test]
