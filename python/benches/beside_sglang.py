@@ -4,11 +4,23 @@ shape at full depth: decode of 1, 8 and 32 requests, prompts of 512 and 8,192 to
 
 Makes a model of random weights. All experts are INT4 in groups of 32, as compressed-tensors packs them: kt-kernel's
 RAWINT4, and nothing to convert for Moebius but the order. The dense weights, and of each layer the experts that SGLang
-computes on the GPU, are BF16. All hold the same number of experts on the GPU; with `sglang-pool` SGLang has one of each
-layer, and the others are in Moebius's pool, which follows the text.
+computes on the GPU, are BF16.
 
     python python/benches/beside_sglang.py [--layers N] [--gpu-experts N] [--kt FOLDER] [--servers NAME,...]
-        [--out FOLDER] [-- SGLANG_FLAG...]
+        [--profile] [--out FOLDER] [-- SGLANG_FLAG...]
+
+All hold the same number of experts on each GPU. The servers:
+
+    moebius, moebius-2                   `moebius serve` on one GPU, and on two
+    sglang-moebius                       SGLang computes its first experts, Moebius the others
+    sglang-pool                          the experts on the GPU are Moebius's pool, which follows the text
+    sglang-pool-1                        SGLang has one expert of each layer, the others are in the pool
+    sglang-2-moebius, sglang-2-pool      on two GPUs, which divide Moebius's experts (--kt-divide-experts 1)
+    ...-first                            on two GPUs, of which the first one computes Moebius's experts
+    sglang-kt                            SGLang with kt-kernel
+
+Servers with a + between them start together, and are asked one after the other. --profile says where a step of one
+request goes in SGLang, from 24 steps under torch's profiler.
 
 FOLDER of --kt has kt_kernel 0.7.2 (`pip install --no-deps --target FOLDER kt-kernel==0.7.2`). SGLang 0.5.23 passes a
 number of experts where kt-kernel wants a mask; a plugin of a few lines, written beside the logs, says the one for the
@@ -16,10 +28,14 @@ other. The model of 48 layers takes 24 GiB of disk, and Moebius's packed experts
 """
 
 import argparse
+import collections
 import concurrent.futures
+import gzip
 import json
 import os
 import random
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -206,6 +222,66 @@ def speeds(server, record):
         record[f"prompt_{tokens}"] = tokens / min(seconds(prompt(tokens, 1000 * tokens + seed), 1) for seed in range(3))
 
 
+def profile(server, folder):
+    """Of each rank, where a step of one request goes: `step_of` of 24 steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(server.greedy, prompt(64, 7), 400)
+        time.sleep(0.4)
+        server.post("/start_profile", dict(output_dir=str(folder), num_steps=24, activities=["GPU"])).read()
+        decoding.result()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        files, before = sorted(folder.rglob("*.json.gz")), None
+        sizes = [file.stat().st_size for file in files]
+        time.sleep(2)
+        if files and sizes == [file.stat().st_size for file in files]:
+            break
+    ranks = []
+    for file in files:
+        with gzip.open(file, "rt") as text:
+            ranks.append(step_of(json.load(text)["traceEvents"]))
+    return ranks
+
+
+def step_of(events):
+    """Milliseconds of a step of decode by who is at work on the GPU, medians; and each kernel's microseconds and number
+    in a step. A step begins with Moebius's take_table."""
+    sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.cu*"))
+    declared = re.findall(r"KERNEL\w*\(\s*(\w+)(##)?", sources)
+    ours = re.compile("|".join(name + (r"\w*" if joined else "") for name, joined in declared))
+    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event]
+    work.sort(key=lambda event: event["ts"])
+    begins = [event["ts"] for event in work if event["name"] == "take_table"]
+    steps, names = [], collections.defaultdict(lambda: [0.0, 0])
+    for begin, end in zip(begins[1:], begins[2:]):
+        marks = []
+        for event in work:
+            if begin <= event["ts"] < end:
+                name = event["name"]
+                who = "waits" if name == "fetch_rows" else "copies" if name == "admit" else None
+                who = who or ("moebius" if ours.fullmatch(name) else "sglang")
+                marks += [(event["ts"], 1, who), (min(event["ts"] + event["dur"], end), -1, who)]
+                names[name][0] += event["dur"]
+                names[name][1] += 1
+        shares, running, last = collections.Counter(), collections.Counter(), begin
+        for at, change, who in sorted(marks):
+            # Of what runs at the same time, the first of these.
+            busy = next((who for who in ("sglang", "moebius", "waits", "copies") if running[who] > 0), "nothing")
+            shares[busy] += (at - last) / 1000
+            running[who] += change
+            last = at
+        shares["nothing"] += (end - last) / 1000
+        steps.append(dict(shares, step=(end - begin) / 1000))
+    if not steps:
+        return dict(steps=0)
+    keys = sorted(set().union(*steps))
+    result = {key: round(statistics.median(step.get(key, 0.0) for step in steps), 3) for key in keys}
+    most = sorted(names.items(), key=lambda item: -item[1][0])[:40]
+    kernels = {n[:90]: [round(us / c, 2), round(c / len(steps), 2)] for n, (us, c) in most}
+    return dict(result, steps=len(steps), kernels=kernels)
+
+
 def kt_environment(kt, folder):
     """Puts kt-kernel and its plugin where SGLang's processes find them."""
     info = folder / "kt_in_sglang-0.dist-info"
@@ -228,6 +304,7 @@ def main():
     parser.add_argument("--kt", type=Path, help="folder of kt_kernel")
     parser.add_argument("--kt-threads", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--servers", default="moebius,sglang-pool,sglang-moebius,sglang-kt")
+    parser.add_argument("--profile", action="store_true", help="say where a step of SGLang's servers goes")
     parser.add_argument("--model", type=Path, help="made by an earlier run, and kept; made there if it is not")
     parser.add_argument("--out", type=Path, help="folder of logs and results")
     given = parser.parse_args(own)
@@ -250,41 +327,65 @@ def main():
     sglang = ["--model-path", str(model / "bf16"), "--kt-weight-path", int4]
     sglang += ["--max-running-requests", "32", "--cuda-graph-max-bs-decode", "32", "--chunked-prefill-size", "8192"]
     sglang += ["--mem-fraction-static", "0.6", "--disable-radix-cache", *flags]
+    # Those that start together see each other's memory come and go, and must not take a core while they wait.
+    sglang += ["--max-total-tokens", "49152", "--sleep-on-idle"]
     fixed = ["--kt-num-gpu-experts", resident]
     # Of an expert: codes of half a byte, and a scale of two bytes for each group.
     expert_gib = 3 * HIDDEN * WIDTH * (0.5 + 2 / GROUP) / 2**30
-    pool_gib = 1.001 * (given.gpu_experts - 1) * given.layers * expert_gib
-    pool = ["--kt-num-gpu-experts", "1", "--kt-gpu-pool-gib", f"{pool_gib:.4f}"]
+    pools = [1.001 * (given.gpu_experts - own) * given.layers * expert_gib for own in range(2)]
+    pool, pool_1 = (["--kt-num-gpu-experts", str(n), "--kt-gpu-pool-gib", f"{gib:.4f}"] for n, gib in enumerate(pools))
+    two, first = (["--tp-size", "2", "--kt-divide-experts", divides] for divides in "10")
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     kt = ["--kt-method", "RAWINT4", "--kt-cpuinfer", str(given.kt_threads), "--kt-threadpool-count", str(nodes)]
     ours = [int4, "--resident-experts", resident, "--max-sequences", "32", "--max-context", str(MAX_CONTEXT)]
+    # Two GPUs have room for twice as many.
+    twice = [*ours[:2], str(2 * given.gpu_experts), *ours[3:]]
     starts = {
         "sglang-moebius": lambda log: Sglang(log, [*sglang, *fixed], cache),
         "sglang-pool": lambda log: Sglang(log, [*sglang, *pool], cache),
+        "sglang-pool-1": lambda log: Sglang(log, [*sglang, *pool_1], cache),
+        "sglang-2-moebius": lambda log: Sglang(log, [*sglang, *fixed, *two], cache),
+        "sglang-2-moebius-first": lambda log: Sglang(log, [*sglang, *fixed, *first], cache),
+        "sglang-2-pool": lambda log: Sglang(log, [*sglang, *pool, *two], cache),
+        "sglang-2-pool-first": lambda log: Sglang(log, [*sglang, *pool, *first], cache),
         "moebius": lambda log: Moebius(log, ours, cache),
+        "moebius-2": lambda log: Moebius(log, [*twice, "--device", "cuda:0,1"], cache),
         "sglang-kt": lambda log: Sglang(
             log, [*sglang, *fixed, *kt, "--disable-prefill-cuda-graph"], kt_environment(given.kt, out / "kt-plugin")
         ),
     }
-    failed = False
-    for name in given.servers.split(","):
-        if name == "sglang-kt" and given.kt is None:
-            print("sglang-kt: skipped without --kt")
-            continue
+
+    def measure(name, future):
+        """Its speeds, as far as they were measured."""
         record = dict(server=name, layers=given.layers, gpu_experts=given.gpu_experts)
         try:
-            server = starts[name](out / f"{name}.log")
+            server = future.result()
             record["ready_s"] = server.ready_s
-            try:
-                speeds(server, record)
-            finally:
-                server.stop()
+            speeds(server, record)
+            if given.profile and name.startswith("sglang") and name != "sglang-kt":
+                record["profile"] = profile(server, out / "traces" / name)
         except Exception as error:  # the others' numbers must not be lost
-            record["error"], failed = f"{type(error).__name__}: {error}", True
-        record = {key: round(value, 1) if isinstance(value, float) else value for key, value in record.items()}
-        print(json.dumps(record), flush=True)
-        with open(out / "speed.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
+            record["error"] = f"{type(error).__name__}: {error}"
+        return {key: round(value, 1) if isinstance(value, float) else value for key, value in record.items()}
+
+    failed = False
+    for group in given.servers.split(","):
+        names = group.split("+")
+        if "sglang-kt" in names and given.kt is None:
+            print("sglang-kt: skipped without --kt")
+            names.remove("sglang-kt")
+        with concurrent.futures.ThreadPoolExecutor(len(names) or 1) as starters:
+            started = {name: starters.submit(starts[name], out / f"{name}.log") for name in names}
+            concurrent.futures.wait(started.values())
+            for name, future in started.items():
+                record = measure(name, future)
+                failed |= "error" in record
+                print(json.dumps(record), flush=True)
+                with open(out / "speed.jsonl", "a") as file:
+                    file.write(json.dumps(record) + "\n")
+            for future in started.values():
+                if future.exception() is None:
+                    starters.submit(future.result().stop)
     sys.exit(failed)
 
 

@@ -15,7 +15,8 @@ The flags and their meaning here:
     file, a Hugging Face id or a Moebius cache file. The first start converts it into ``~/.cache/moebius``. Usually the
     same as ``--model-path``.
 ``--kt-num-gpu-experts N``
-    SGLang computes the first N experts of each layer on the GPU. 0 and none mean 1, because SGLang's kernels need one.
+    SGLang computes the first N experts of each layer on the GPU. With 0, the default, Moebius computes all of them, and
+    the graph of a step has no kernels of SGLang's experts. SGLang still reads one of each layer.
 ``--kt-method METHOD``
     ``AMXINT4`` (SGLang's default), ``RAWINT4``, ``GPTQ_INT4``, ``FP8``, ``FP8_PERCHANNEL``, ``LLAMAFILE``, ``MXFP4``
     and ``AUTO`` all keep the precision of a quantized checkpoint, and mean INT4 for others. ``AMXINT8`` and
@@ -27,7 +28,7 @@ The flags and their meaning here:
 ``--kt-gpu-pool-gib G``
     So many GiB of each GPU's memory hold experts for decode, of all layers together, and Moebius computes them there.
     Which ones follows the text: experts that are missed come in, those that were least useful go. Together with
-    ``--kt-num-gpu-experts 1`` this takes the place of a fixed share of the experts on the GPU. Default: 0, none. The
+    ``--kt-num-gpu-experts 0`` this takes the place of a fixed share of the experts on the GPU. Default: 0, none. The
     memory is taken before SGLang measures what is left for its KV cache. It needs a model in bfloat16.
 ``--kt-cpuinfer N``
     Threads. Maximum and default: the number of physical cores. No core needs to stay free.
@@ -45,10 +46,11 @@ The flags and their meaning here:
     Binds the process and Moebius's workers. Without it, SGLang's own binding to the GPU's NUMA node is left out, so
     that all nodes compute.
 
-With tensor parallelism the first rank computes Moebius's experts for all. With ``--kt-divide-experts 1`` and
-``--tp-size N`` in one machine, every GPU computes its part of their width: those of prompts cross N links, and the
-pools of N GPUs hold N times as many. The first rank's process still computes the CPU's experts for all, with all cores.
-It does not apply to expert parallelism, attention that is data parallel, or several machines. See :func:`place`.
+With ``--tp-size N`` in one machine, every GPU computes its part of the width of Moebius's experts: those of prompts
+cross N links, and the pools of N GPUs hold N times as many. The first rank's process computes the CPU's experts for
+all, with all cores. ``--kt-divide-experts 0`` lets the first rank compute all, as it does where they cannot be divided:
+with expert parallelism, attention that is data parallel, or several machines. Its log says what was chosen, and why.
+See :func:`place`.
 
 Draft models compute their own experts on the GPU. Rows that pad a CUDA graph are no tokens to the CPU.
 
@@ -103,7 +105,8 @@ FLAGS = {
     "--kt-divide-experts": (
         int,
         DIVIDE,
-        "[moebius] 1: with --tp-size, every GPU computes its part of each expert. Default: 0, the first one all.",
+        "[moebius] 1: with --tp-size, every GPU computes its part of each expert, where that is possible. "
+        "0: the first one all. Default: 1.",
     ),
 }
 
@@ -131,24 +134,60 @@ def _from_first(value: str | None) -> str | None:
     return get_tp_group().broadcast_object(value, src=0)  # type: ignore[no-any-return,unused-ignore]
 
 
+def _of_all(value: object) -> list[object]:
+    """What each of SGLang's tensor parallel ranks gives. All of them call this."""
+    from sglang.srt.distributed import get_tp_group
+
+    return get_tp_group().all_gather_object(value)  # type: ignore[no-any-return,unused-ignore]
+
+
+def _where() -> str:
+    """Processes of which this is the same map each other's memory."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+
+
+def _why_not_divided(parallel: Any) -> str | None:
+    """Why the first of several ranks computes all of Moebius's experts; None: their GPUs can divide them."""
+    import torch  # type: ignore[import-not-found,unused-ignore]
+
+    asked = int(os.environ.get(DIVIDE) or 1)
+    on_gpu = torch.cuda.is_available(), _from_tokens(), _pool_bytes()
+    # Asked before anything else, so that all ranks ask it whatever they are given.
+    ranks = _of_all((_where(), asked, on_gpu))
+    has_gpu, from_tokens, pool_bytes = on_gpu
+    reasons = [
+        (not asked, "--kt-divide-experts 0"),
+        (parallel.nnodes > 1, "there are several machines"),
+        (parallel.moe_ep_size > 1, "expert parallelism is on"),
+        (parallel.moe_dp_size > 1 or parallel.attn_dp_size > 1, "data parallelism is within the ranks"),
+        (parallel.attn_cp_size > 1, "context parallelism is on"),
+        (parallel.moe_tp_size != parallel.tp_size, "not all ranks have a part of each expert"),
+        (any(rank != ranks[0] for rank in ranks), "ranks have other settings, or do not see each other's memory"),
+        (not has_gpu or (from_tokens <= 0 and pool_bytes <= 0), "neither prompts nor a pool are on the GPU"),
+    ]
+    return next((why for is_so, why in reasons if is_so), None)
+
+
 def place(parallel: Any) -> tuple[int, int]:
     """This process's rank among those whose GPUs divide Moebius's experts, and how many there are.
 
-    ``parallel``: SGLang's ``get_parallel()``.
+    ``parallel``: SGLang's ``get_parallel()``. All its ranks call this equally often. The first one's log says what was
+    chosen.
 
-    They are the tensor parallel ranks of one machine, if ``--kt-divide-experts`` asks for it, all are given the same
-    tokens, and SGLang adds what all return. Otherwise it is (0, 1), and only SGLang's first rank computes.
+    They are the tensor parallel ranks of one machine, if all have the same settings and are given the same tokens, and
+    SGLang adds what all return. Otherwise, and with ``--kt-divide-experts 0``, it is (0, 1), and only SGLang's first
+    rank computes.
     """
-    if parallel.tp_size == 1 or int(os.environ.get(DIVIDE) or 0) == 0:
+    rank, ranks = parallel.tp_rank, parallel.tp_size
+    if ranks == 1:
         return 0, 1
-    import torch  # type: ignore[import-not-found,unused-ignore]
-
-    other_ways = [parallel.moe_ep_size, parallel.moe_dp_size, parallel.attn_dp_size, parallel.attn_cp_size]
-    if max(other_ways) > 1 or parallel.nnodes > 1 or parallel.moe_tp_size != parallel.tp_size:
-        return 0, 1
-    if not torch.cuda.is_available() or (_from_tokens() <= 0 and _pool_bytes() <= 0):
-        return 0, 1
-    return parallel.tp_rank, parallel.tp_size
+    why = _why_not_divided(parallel)
+    if rank == 0 and why is None:
+        _say_once(logging.INFO, f"each of {ranks} GPUs computes its part of every expert of Moebius's")
+    elif rank == 0:
+        _say_once(logging.INFO, f"the first of {ranks} ranks computes Moebius's experts: {why}")
+    return (rank, ranks) if why is None else (0, 1)
 
 
 class KTMoEWrapper(MoE):
@@ -260,7 +299,8 @@ class _OfNoMethod:
 
 
 def method_class(kt_ep_wrapper: Any) -> type:
-    """SGLang's own ``KTEPWrapperMethod`` with the experts' sum scaled once, on all ranks that :func:`place` counts.
+    """SGLang's own ``KTEPWrapperMethod`` with the experts' sum scaled once, on all ranks that :func:`place` counts, and
+    without kernels of SGLang's experts where Moebius computes all.
 
     SGLang's GPU methods return the sum times ``routed_scaling_factor``, unless the router's weights already include it.
     The CPU's part lacks the factor. So SGLang's DeepSeek multiplies the merged sum once more, and thus the GPU's part
@@ -271,9 +311,30 @@ def method_class(kt_ep_wrapper: Any) -> type:
     class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):  # type: ignore[misc]
         def __init__(self, gpu_method: Any, kt_config: Any) -> None:
             super().__init__(gpu_method, kt_config)
+            self._is_alone = getattr(kt_config, "moebius_computes_all", False)
             KTMoEWrapper.place = place(kt_ep_wrapper.get_parallel())
             if KTMoEWrapper.place[1] > 1:
                 self.tp_rank = 0  # SGLang's method makes and asks a wrapper of the first rank alone
+
+        def create_weights(self, *args: Any, **kwargs: Any) -> None:
+            super().create_weights(*args, **kwargs)
+            if self._is_alone and self.wrapper is not None:
+                self.wrapper.gpu_experts_mask[:] = False
+
+        def apply(self, layer: Any, dispatch_output: Any) -> Any:
+            if not self._is_alone:
+                return super().apply(layer, dispatch_output)
+            # As SGLang's own, without its experts.
+            from sglang.srt.layers.moe.token_dispatcher import (  # type: ignore[import-not-found,unused-ignore]
+                StandardCombineInput,
+            )
+            from sglang.srt.layers.moe.topk import TopKOutputChecker  # type: ignore[import-not-found,unused-ignore]
+
+            if TopKOutputChecker.format_is_bypassed(dispatch_output.topk_output):
+                standard = dispatch_output.topk_output.to_standard()
+                dispatch_output = dispatch_output._replace(topk_output=standard)
+            self.submit(layer, dispatch_output)
+            return StandardCombineInput(hidden_states=self.sync(dispatch_output.hidden_states))
 
         def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
             super().create_moe_runner(layer, moe_runner_config)
@@ -292,12 +353,14 @@ def method_class(kt_ep_wrapper: Any) -> type:
 
 
 def gpu_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``create_kt_config_from_server_args``: draft models stay on the GPU; SGLang has one expert at least."""
+    """Around ``create_kt_config_from_server_args``: draft models stay on the GPU; SGLang reads one expert at least. It
+    does not compute it where none was asked for."""
     from sglang.srt.runtime_context import get_flags  # type: ignore[import-not-found,unused-ignore]
 
     config = original(*args, **kwargs)
     if config is None or get_flags().moe.in_speculative_scope:
         return None
+    config.moebius_computes_all = not config.num_gpu_experts
     config.num_gpu_experts = config.num_gpu_experts or 1
     return config
 

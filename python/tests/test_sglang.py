@@ -158,11 +158,12 @@ def fake_torch(monkeypatch, gpus):
 def test_ranks_of_one_machine_that_add_their_sums_divide_experts(monkeypatch):
     fake_torch(monkeypatch, 2)
     place = moebius.sglang.place
+    monkeypatch.setattr(moebius.sglang, "_of_all", lambda value: [value, value])
     monkeypatch.setenv(moebius.sglang.THRESHOLD, "")
     monkeypatch.setenv(moebius.sglang.POOL, "")
+    monkeypatch.setenv(moebius.sglang.DIVIDE, "0")
+    assert [place(parallel(rank, 2)) for rank in range(2)] == [(0, 1), (0, 1)], "it is turned off"
     monkeypatch.setenv(moebius.sglang.DIVIDE, "")
-    assert [place(parallel(rank, 2)) for rank in range(2)] == [(0, 1), (0, 1)], "nobody asks for it"
-    monkeypatch.setenv(moebius.sglang.DIVIDE, "1")
     assert [place(parallel(rank, 2)) for rank in range(2)] == [(0, 2), (1, 2)] and place(parallel()) == (0, 1)
     for changes in [
         dict(moe_ep_size=2, moe_tp_size=1),
@@ -176,8 +177,34 @@ def test_ranks_of_one_machine_that_add_their_sums_divide_experts(monkeypatch):
     assert place(parallel(1, 2)) == (0, 1), "no GPU computes any of them"
     monkeypatch.setenv(moebius.sglang.POOL, "0.5")
     assert place(parallel(1, 2)) == (1, 2)
+    with monkeypatch.context() as other:
+        other.setattr(moebius.sglang, "_of_all", lambda value: [value, ("elsewhere", *value[1:])])
+        assert place(parallel(1, 2)) == (0, 1), "ranks that cannot map each other's memory"
+    assert place(parallel(1, 2)) == (1, 2)
     fake_torch(monkeypatch, 0)
     assert place(parallel(1, 2)) == (0, 1)
+
+
+def test_the_first_rank_says_who_computes_experts_and_why(monkeypatch, caplog):
+    fake_torch(monkeypatch, 2)
+    monkeypatch.setattr(moebius.sglang, "_of_all", lambda value: [value, value])
+    monkeypatch.setenv(moebius.sglang.THRESHOLD, "")
+
+    def said(asked, **changes):
+        moebius.sglang._said.clear()
+        monkeypatch.setenv(moebius.sglang.DIVIDE, asked)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "moebius"):
+            for rank in (1, 0, 0):
+                moebius.sglang.place(parallel(rank, 2, **changes))
+        return [r.message for r in caplog.records]
+
+    assert said("") == said("1") == ["each of 2 GPUs computes its part of every expert of Moebius's"]
+    first = "the first of 2 ranks computes Moebius's experts: "
+    assert said("0") == [first + "--kt-divide-experts 0"]
+    assert said("1", moe_ep_size=2, moe_tp_size=1) == [first + "expert parallelism is on"]
+    assert said("1", attn_dp_size=2) == [first + "data parallelism is within the ranks"]
+    assert said("1", nnodes=2) == [first + "there are several machines"]
 
 
 def test_all_ranks_hold_what_the_first_does(shape, monkeypatch, caplog):
@@ -325,7 +352,8 @@ def test_draft_models_keep_their_experts_and_the_gpu_has_one_at_least(sglang, mo
     monkeypatch.setattr(kt, "model_config_of", lambda _: types.SimpleNamespace(hf_config=types.SimpleNamespace()))
     for given, used in [(None, 1), (0, 1), (16, 16)]:
         exec_.kt_num_gpu_experts = given
-        assert kt.create_kt_config_from_server_args(None, 3).num_gpu_experts == used
+        config = kt.create_kt_config_from_server_args(None, 3)
+        assert config.num_gpu_experts == used and config.moebius_computes_all == (not given)
     moe.in_speculative_scope = True
     assert kt.create_kt_config_from_server_args(None, 3) is None
     from sglang.srt.layers.moe.fused_moe_triton import layer
@@ -383,14 +411,16 @@ class GpuMethod:
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda graph"])
 @pytest.mark.parametrize("fused", [False, True], ids=["factor on the sum", "factor in the weights"])
 @pytest.mark.parametrize("factor", [None, 2.5])
-def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor, fused, device):
+@pytest.mark.parametrize("gpu_experts", [0, 3])
+def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, gpu_experts, factor, fused, device):
     torch, kt = sglang.torch, sglang.kt
     if device != "cpu" and not torch.cuda.is_available():
         pytest.skip("there is no GPU: SGLang's calls of it are stood in for")
-    experts, gpu_experts = shape["num_experts"], 3
+    experts = shape["num_experts"]
     monkeypatch.setattr(kt, "get_parallel", parallel)
     stand_in(sglang, monkeypatch, experts, device)
-    config = kt.KTConfig(0, gpu_experts, None, 2, "demo", 512, None, "BF16", num_layers=2)
+    config = kt.KTConfig(0, gpu_experts or 1, None, 2, "demo", 512, None, "BF16", num_layers=2)
+    config.moebius_computes_all = gpu_experts == 0
     method = kt.KTEPWrapperMethod(GpuMethod(), config)
     layer = types.SimpleNamespace(
         torch=torch,
@@ -438,7 +468,7 @@ def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor,
             1 if fused else factor or 1
         )
         assert error(out.float().cpu().numpy(), expected) < 0.01
-        assert (chosen < gpu_experts).all(), "SGLang overwrites the ids that it gave"
+        assert (chosen < gpu_experts).all() or gpu_experts == 0, "SGLang overwrites the ids that it gave"
 
 
 def stand_in(sglang, monkeypatch, experts, device):
@@ -499,6 +529,8 @@ def test_sglang_says_what_ranks_there_are(sglang, monkeypatch):
     monkeypatch.setenv(moebius.sglang.THRESHOLD, "")
     monkeypatch.setenv(moebius.sglang.DIVIDE, "1")
     context = runtime_context.get_parallel()
+    group = types.SimpleNamespace(all_gather_object=lambda value: [value] * 2)
+    monkeypatch.setattr(distributed, "get_tp_group", lambda: group)
     with context.override(**vars(parallel(1, 2))):
         assert moebius.sglang.place(context) == (1, 2)
     with context.override(**vars(parallel(1, 2, moe_ep_size=2, moe_tp_size=1))):
@@ -510,6 +542,8 @@ def test_sglang_says_what_ranks_there_are(sglang, monkeypatch):
     assert asked == [("a path", 0)]
     own = distributed.parallel_state.GroupCoordinator.broadcast_object
     assert list(inspect.signature(own).parameters) == ["self", "obj", "src"]
+    own = distributed.parallel_state.GroupCoordinator.all_gather_object
+    assert list(inspect.signature(own).parameters) == ["self", "obj"]
 
 
 def topk_output(weights, ids):

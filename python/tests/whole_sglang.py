@@ -53,7 +53,7 @@ ANSWER_TOKENS, REQUESTS = 48, 200
 #: the mean. BF16 experts differ by the order of sums; INT4 ones are other weights.
 BOUNDS = {"BF16": (0.5, 0.05), "INT4": (4.0, 0.3)}
 
-WAYS = ("graphs", "eager", "pool", "tp2", "tp2-eager", "tp2-pool")
+WAYS = ("graphs", "eager", "pool", "pool-alone", "tp2", "tp2-eager", "tp2-pool")
 
 
 def answer(server, prompt):
@@ -153,7 +153,9 @@ def servers(model, gpu_experts, common, gpus):
     for experts, method, pool in [("BF16", "BF16", "0.002"), ("INT4", "AMXINT4", "0.0006")]:
         own = ["--kt-weight-path", str(model), "--kt-num-gpu-experts", str(gpu_experts), "--kt-method", method]
         own += ["--kt-gpu-prefill-token-threshold", "128"]
-        for how, flags in [("graphs", []), ("eager", eager), ("pool", ["--kt-gpu-pool-gib", pool])]:
+        held = ["--kt-gpu-pool-gib", pool]
+        alone = [*held, "--kt-num-gpu-experts", "0"]  # SGLang computes no expert
+        for how, flags in [("graphs", []), ("eager", eager), ("pool", held), ("pool-alone", alone)]:
             yield f"{experts}-{how}", experts, [*common, *own, *flags], {}
         if gpus < 2:
             print(f"{model.name}: {experts}-tp2 is skipped: there is one GPU, and it wants two")

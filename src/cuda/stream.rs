@@ -20,6 +20,8 @@ enum StreamOwner {
     Branch,
     /// Another program, whose kernels do not expect others to begin before the one in front has ended.
     Another,
+    /// Another program, where the kernel in front is ours.
+    Behind,
 }
 
 // SAFETY: the driver lets any thread use a stream.
@@ -68,9 +70,14 @@ impl CudaStream {
         Self(handle as sys::CUstream, StreamOwner::Another)
     }
 
+    /// Another engine's stream, for a kernel behind one of ours.
+    pub(crate) fn behind_ours(&self) -> Self {
+        Self(self.0, StreamOwner::Behind)
+    }
+
     /// Whether kernels may be launched on it before those in front of them have ended.
     pub(super) fn overlaps(&self) -> bool {
-        self.1 == StreamOwner::Us
+        matches!(self.1, StreamOwner::Us | StreamOwner::Behind)
     }
 
     /// The recording that what is enqueued becomes a part of, by its number; `None`: it runs. Errors: there is no such
@@ -99,7 +106,7 @@ impl CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        if !self.0.is_null() && self.1 != StreamOwner::Another {
+        if !self.0.is_null() && matches!(self.1, StreamOwner::Us | StreamOwner::Branch) {
             // SAFETY: its one owner drops it.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.0) };
         }

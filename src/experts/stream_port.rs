@@ -3,15 +3,16 @@
 //! ```text
 //! submit   publish_rows on the engine's stream: tokens and routing to pinned memory, a record into the ring
 //!          (kernels/stream.cu), and a wake of the owner: by this thread or, while a graph is recorded, by a host
-//!          function on a parallel branch
+//!          function on a branch beside the first batch of the recording
 //! owner    worker 0 of the team: reads records in order, computes, counts the slot's `up`; polls a little, then sleeps
 //! sync     the branch joins; fetch_rows waits for `up` and copies the sum to the engine's memory
 //! ```
 //!
-//! The host does not know when a recorded graph runs, hence the branch: every submit wakes once and makes one record,
-//! so the owner may sleep when it has served as many records as there were wakes. What waits for the host is the flag
-//! alone; the host function, 20 microseconds, runs beside it. What is handed over lies in a slot that is used again
-//! when its sync was enqueued, in the same stream: buffers never move, and only what is in flight takes memory.
+//! The host does not know when a recorded graph runs, hence the branch: as many wakes are counted as batches were
+//! recorded in that stream, and every batch makes one record, so the owner may sleep when it has served as many records
+//! as there were wakes. A host function takes 20 microseconds, as long as the products of experts on the device, so
+//! there is none for each batch. What is handed over lies in a slot that is used again when its sync was enqueued, in
+//! the same stream: buffers never move, and only what is in flight takes memory.
 //!
 //! Prompts that are not recorded may go another way: through the device itself (`gpu/prompts.rs`). And the device may
 //! hold some of the experts: their part is computed between submit and sync, beside the owner's (`gpu/held.rs`).
@@ -24,7 +25,7 @@ use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -85,7 +86,14 @@ unsafe impl Sync for Mailroom {}
 /// The slots of a stream.
 struct StreamSlots {
     side: CudaStream,
-    slots: Vec<(usize, bool)>, // index, and whether a batch is in it
+    slots: Vec<(usize, bool)>,                       // index, and whether a batch is in it
+    recording: Option<(u64, &'static RecordedWake)>, // the last one, by its number
+}
+
+/// What a recorded graph tells the owner when it begins. Kept as long as the graph may run: for ever.
+struct RecordedWake {
+    wakes: &'static Gate,
+    batches: AtomicU32, // of the stream, in this recording
 }
 
 /// A batch that was submitted.
@@ -93,6 +101,7 @@ struct StreamSlots {
 pub struct Ticket {
     stream: (usize, bool),
     bytes: usize,
+    has_branch: bool, // which wakes the owner
     answer: Answer,
 }
 
@@ -230,21 +239,23 @@ impl StreamPort {
             let served = self.mailroom.layer(layer);
             let hidden = served.service().memory().cache().header().hidden;
             let (bytes, choices) = (batch.tokens * hidden * batch.rows.bytes(), batch.tokens * batch.top_k);
+            let stream_of = (handle, capturing);
+            let ticket = |answer, has_branch| Ticket { stream: stream_of, bytes, has_branch, answer };
             if !capturing {
                 let mut all = lock(&self.prompts);
                 if let Some(at) = all.iter().position(|p| p.is_of(served.service()) && p.takes(&served, batch)) {
                     let sum = all[at].submit(&served, batch, &stream)?;
-                    return Ok(Ticket { stream: (handle, capturing), bytes, answer: Answer::Prompts(at, sum) });
+                    return Ok(ticket(Answer::Prompts(at, sum), false));
                 }
             }
             let held = self.mailroom.held(&served).filter(|held| held.takes(&served, batch));
             if !served.is_first() && held.is_none() {
-                return Ok(Ticket { stream: (handle, capturing), bytes, answer: Answer::Elsewhere });
+                return Ok(ticket(Answer::Elsewhere, false));
             }
             let mut streams = lock(&self.streams);
-            let slots = match streams.entry((handle, capturing)) {
+            let slots = match streams.entry(stream_of) {
                 Entry::Occupied(slots) => slots.into_mut(),
-                Entry::Vacant(none) => none.insert(StreamSlots { side: CudaStream::beside()?, slots: Vec::new() }),
+                Entry::Vacant(none) => none.insert(StreamSlots::new()?),
             };
             let index = self.slot(slots, (bytes, choices), held.is_some())?;
             let slot = self.mailroom.slot(index);
@@ -253,19 +264,23 @@ impl StreamPort {
                 held.begin(&stream, (handle, recording), served.index());
                 held.rows(served.index(), kept)
             });
-            if !served.is_first() {
-                // Nothing wakes anyone.
-            } else if capturing {
+            let begins = match recording {
+                _ if !served.is_first() => None, // nothing wakes anyone
+                None => {
+                    self.mailroom.wakes.add(1);
+                    None
+                }
+                Some(recording) => slots.recorded(recording, &self.mailroom.wakes),
+            };
+            if let Some(wake) = begins {
                 self.cuda.record(&slot.forked, &stream);
                 self.cuda.wait(&slots.side, &slot.forked);
-                // SAFETY: the mailroom lives as long as the process.
+                // SAFETY: it lives as long as the process.
                 #[allow(unsafe_code)]
                 unsafe {
-                    self.cuda.call_host(&slots.side, wake, std::ptr::from_ref(&self.mailroom.wakes).cast_mut().cast())
+                    self.cuda.call_host(&slots.side, count_wakes, std::ptr::from_ref(wake).cast_mut().cast())
                 };
                 self.cuda.record(&slot.woken, &slots.side);
-            } else {
-                self.mailroom.wakes.add();
             }
             let Mailbox { x, ids, weights, arrived, count, .. } = &slot.mailbox;
             let ring = if served.is_first() { self.mailroom.ring.address() } else { Address::NULL };
@@ -279,8 +294,7 @@ impl StreamPort {
                 held.multiply(&stream, served.index(), batch, kept);
             }
             self.cuda.check()?;
-            let answer = Answer::Slot(index, held.map(|_| layer));
-            Ok(Ticket { stream: (handle, capturing), bytes, answer })
+            Ok(ticket(Answer::Slot(index, held.map(|_| layer)), begins.is_some()))
         })
     }
 
@@ -288,8 +302,7 @@ impl StreamPort {
     /// aligned to 16 bytes.
     pub fn sync(&self, ticket: Ticket, out: u64) -> Result<()> {
         self.cuda.as_guest(|| {
-            let (handle, capturing) = ticket.stream;
-            let stream = CudaStream::of_another(handle);
+            let stream = CudaStream::of_another(ticket.stream.0);
             let (index, layer) = match ticket.answer {
                 Answer::Prompts(at, sum) => return lock(&self.prompts)[at].sync(sum, ticket.bytes / 2, out, &stream),
                 Answer::Slot(index, layer) => (index, layer.map(|layer| self.mailroom.layer(layer))),
@@ -303,7 +316,7 @@ impl StreamPort {
             let slot = self.mailroom.slot(index);
             let held = layer.as_ref().and_then(|layer| Some((self.mailroom.held(layer)?, layer.index())));
             let is_first = layer.as_ref().is_none_or(|layer| layer.is_first());
-            if capturing && is_first {
+            if ticket.has_branch {
                 self.cuda.wait(&stream, &slot.woken);
             }
             let (mut here, mut limit) = (Address::NULL, Limit::NONE);
@@ -361,14 +374,37 @@ impl StreamPort {
     }
 }
 
-/// What the driver calls when a recorded graph comes to a submit.
+impl StreamSlots {
+    /// None yet, of the current thread's device.
+    fn new() -> Result<Self> {
+        Ok(Self { side: CudaStream::beside()?, slots: Vec::new(), recording: None })
+    }
+
+    /// Counts a batch of a recording. Returns what its graph is to tell the owner, for the first one.
+    fn recorded(&mut self, recording: u64, wakes: &'static Gate) -> Option<&'static RecordedWake> {
+        match self.recording {
+            Some((number, wake)) if number == recording => {
+                wake.batches.fetch_add(1, Ordering::Relaxed);
+                None
+            }
+            _ => {
+                let wake = &*Box::leak(Box::new(RecordedWake { wakes, batches: AtomicU32::new(1) }));
+                self.recording = Some((recording, wake));
+                Some(wake)
+            }
+        }
+    }
+}
+
+/// What the driver calls when a recorded graph comes to its first submit.
 ///
 /// # Safety
-/// `gate` is a [`Gate`].
+/// `wake` is a [`RecordedWake`].
 #[allow(unsafe_code)]
-unsafe extern "C" fn wake(gate: *mut c_void) {
+unsafe extern "C" fn count_wakes(wake: *mut c_void) {
     // SAFETY: the caller's promise.
-    unsafe { &*gate.cast::<Gate>() }.add();
+    let RecordedWake { wakes, batches } = unsafe { &*wake.cast::<RecordedWake>() };
+    wakes.add(batches.load(Ordering::Relaxed));
 }
 
 impl Mailroom {

@@ -4,7 +4,7 @@
 //! ```text
 //! submit   the engine's stream   where a pass begins, the host's table, if it is a newer one (take_table)
 //!                                publish_rows, which keeps what experts in VRAM need
-//!          a stream beside it    their products
+//!          a stream beside it    their products; on the engine's own, where it computes no expert of the layer
 //! sync     the engine's stream   their sum and the host's (fetch_rows)
 //!          the copy stream       experts on their way, beside the layers that follow
 //! owner    after a layer         sends missing experts on their way
@@ -93,6 +93,7 @@ enum Host {
 struct Ids {
     experts: Vec<i32>,            // -1: none, or the engine's own
     on_device: DeviceBuffer<i32>, // the same
+    are_all: bool,                // none is the engine's own
 }
 
 /// Where the pass is that is enqueued.
@@ -304,7 +305,8 @@ impl HeldExperts {
             return Ok(());
         }
         let experts = layer.experts_of_ids();
-        let ids = Ids { on_device: DeviceBuffer::from_slice(&self.cuda, &experts)?, experts };
+        let are_all = experts.iter().all(|&expert| expert >= 0);
+        let ids = Ids { on_device: DeviceBuffer::from_slice(&self.cuda, &experts)?, experts, are_all };
         self.layers.write().unwrap_or_else(PoisonError::into_inner)[at] = Some(ids);
         self.last.fetch_max(at, Ordering::Relaxed);
         Ok(())
@@ -362,15 +364,25 @@ impl HeldExperts {
         }
     }
 
+    /// Whether the engine computes no expert of a layer: what it enqueues before the sum needs no stream beside it.
+    fn are_all(&self, layer: usize) -> bool {
+        let layers = self.layers.read().unwrap_or_else(PoisonError::into_inner);
+        layers[layer].as_ref().is_some_and(|ids| ids.are_all)
+    }
+
     fn table(&self, layer: usize) -> Address<u64> {
         self.tables.address().add(layer * self.service.memory().cache().num_experts())
     }
 
-    /// Enqueues the products of what was kept in `stream`, beside what follows there.
+    /// Enqueues the products of what was kept in `stream`, beside what follows there. The kernel in front is ours.
     pub fn multiply(&self, stream: &CudaStream, layer: usize, batch: &DeviceTokens, kept: &KeptRows) {
         let Self { cuda, beside, products, .. } = self;
-        cuda.record(&kept.given, stream);
-        cuda.wait(beside, &kept.given);
+        let (are_all, behind) = (self.are_all(layer), stream.behind_ours());
+        let beside = if are_all { &behind } else { beside };
+        if !are_all {
+            cuda.record(&kept.given, stream);
+            cuda.wait(beside, &kept.given);
+        }
         let choices = Choices {
             layer,
             tokens: batch.tokens,
@@ -386,13 +398,17 @@ impl HeldExperts {
             products.grouped(beside, table, x, choices, Address::NULL);
             products.combine(beside, table, choices, &(0..choices.tokens), out, false);
         }
-        cuda.record(&kept.multiplied, beside);
+        if !are_all {
+            cuda.record(&kept.multiplied, beside);
+        }
     }
 
     /// Enqueues what comes before the sum of a batch of `layer` is fetched in `stream`. What fetches it takes the limit
     /// along.
     pub(in crate::experts) fn join(&self, stream: &CudaStream, layer: usize, kept: &KeptRows) -> Limit {
-        self.cuda.wait(stream, &kept.multiplied);
+        if !self.are_all(layer) {
+            self.cuda.wait(stream, &kept.multiplied);
+        }
         let passing = &mut *lock(&self.passing);
         let Some(branch) = &self.branch else { return Limit::NONE };
         if layer == self.last.load(Ordering::Relaxed) && std::mem::take(&mut passing.has_branch) {

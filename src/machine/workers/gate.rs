@@ -88,10 +88,10 @@ impl Gate {
         self.wake();
     }
 
-    /// Adds one, as one of several writers, and wakes the sleepers.
+    /// Adds a number, as one of several writers, and wakes the sleepers.
     #[cfg(feature = "cuda")]
-    pub(crate) fn add(&self) {
-        self.value.fetch_add(1, SeqCst);
+    pub(crate) fn add(&self, number: u32) {
+        self.value.fetch_add(number, SeqCst);
         self.wake();
     }
 
