@@ -46,6 +46,9 @@ pub trait Rank: Dense {
     /// A way from this device to the `next` one, for `numbers` numbers at a time. Errors: `Error::Resources`.
     fn way_to(&self, next: &Self, numbers: usize) -> Result<Self::Way>;
 
+    /// Whether a way leads through RAM, because the devices have no other.
+    fn is_through_ram(way: &Self::Way) -> bool;
+
     /// Copies tensors `from` the device that the `way` comes from `to` others of the same sizes on this one: behind all
     /// ops of that one, and before all that follow on this one. Errors: `Error::Device`.
     fn bring<'a>(

@@ -32,6 +32,11 @@ impl<B: Backend> Stages<B> {
         Ok(Self { ways: ways.collect::<Result<_>>()?, config, stages })
     }
 
+    /// Whether residual streams go through RAM somewhere.
+    pub fn are_through_ram(&self) -> bool {
+        self.ways.iter().any(B::is_through_ram)
+    }
+
     /// The stages, each with the calling thread on its device.
     fn each(&mut self) -> impl Iterator<Item = Result<&mut Model<B>>> {
         self.stages.iter_mut().map(|stage| stage.backend.enter_thread().map(|()| stage))

@@ -294,6 +294,9 @@ pub(super) fn assemble_stages(
         cuda.synchronize()?;
     }
     let staged = Stages::new(model.clone(), models, limits.tokens)?;
+    if staged.are_through_ram() {
+        device += "; residual streams go through RAM, because not all of these GPUs reach each other's memory";
+    }
     report(LoadProgress::Experts(&device));
     devices[0].enter_thread()?;
     Ok(Loaded {

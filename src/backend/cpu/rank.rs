@@ -12,6 +12,10 @@ impl Rank for Cpu {
         Ok(())
     }
 
+    fn is_through_ram(_way: &()) -> bool {
+        false
+    }
+
     fn bring<'a>(
         &self,
         _way: &mut (),

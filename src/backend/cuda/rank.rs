@@ -119,6 +119,10 @@ impl Rank for CudaBackend {
         Hop::new(&self.cuda, &next.cuda, numbers, false)
     }
 
+    fn is_through_ram(way: &Hop) -> bool {
+        way.is_through_ram()
+    }
+
     fn bring<'a>(
         &self,
         way: &mut Hop,
