@@ -255,7 +255,7 @@ impl std::fmt::Display for Device {
 /// How several GPUs share a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Split {
-    /// As should be fastest.
+    /// As the GPUs and the model allow.
     #[default]
     Auto,
     /// Each has a part of every layer.
@@ -396,8 +396,8 @@ engine_config! {
         #[arg(long, value_name = "DEVICE", default_value = "auto")]
         device: Device,
         /// How several GPUs share a model: width (each has a part of every layer), experts (one has the layers, the
-        /// others hold experts for it), layers (each has some of the layers), or auto (the first of these that the GPUs
-        /// allow).
+        /// others hold experts for it), layers (each has some of the layers), or auto (what suits the GPUs and the
+        /// model; with --device auto what should be fastest).
         #[arg(long, default_value = "auto", value_parser = choice_of(&Split::ALL))]
         split: Split,
         /// Maximum VRAM to use of each GPU, such as 16GiB, or 16GiB,24GiB for the two of --device cuda:0,1 [default:

@@ -65,8 +65,8 @@ class EngineOptions(TypedDict, total=False):
 
     split: Literal["auto", "width", "experts", "layers"] | None
     """How several GPUs share a model: width (each has a part of every layer), experts (one has the layers, the others
-    hold experts for it), layers (each has some of the layers), or auto (the first of these that the GPUs allow)
-    [default: auto]."""
+    hold experts for it), layers (each has some of the layers), or auto (what suits the GPUs and the model; with
+    --device auto what should be fastest) [default: auto]."""
 
     vram: str | int | None
     """Maximum VRAM to use of each GPU, such as 16GiB, or 16GiB,24GiB for the two of --device cuda:0,1 [default: all

@@ -71,7 +71,8 @@ impl<B: Backend> Forward for Stages<B> {
 
     fn forward(&mut self, batch: &Batch, mut tap: Option<&mut Tap>) -> Result<()> {
         // Recorded passes are all launched before the CPU computes its part of any. One that is not recorded waits for
-        // the CPU where it is enqueued, so those before it must not.
+        // the CPU where it is enqueued, so those before it must not. (Additions that grow drop recordings; the first
+        // stage drops its own then, and is enqueued before any other is.)
         let hooks = tap.as_ref().map_or(Hooks::None, |tap| tap.hooks());
         let are_recorded = self.stages.iter().all(|stage| stage.backend.is_recorded(batch, hooks));
         let (mut launched, mut done) = (Vec::new(), Ok(()));

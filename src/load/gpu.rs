@@ -295,7 +295,7 @@ pub(super) fn assemble_stages(
     }
     let staged = Stages::new(model.clone(), models, limits.tokens)?;
     if staged.are_through_ram() {
-        device += "; residual streams go through RAM, because not all of these GPUs reach each other's memory";
+        device += "; residual streams go through RAM: GPUs do not reach each other's memory, or a copy was wrong";
     }
     report(LoadProgress::Experts(&device));
     devices[0].enter_thread()?;

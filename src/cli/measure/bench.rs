@@ -397,11 +397,11 @@ impl<'a> Bench<'a> {
         seconds: f64,
         work: PassWork,
     ) -> Measurement {
-        let (least, limited_by) = work.at_least(&self.speed);
-        // Stages work one after the other on a chunk, and at the same time on several.
+        // Stages work one after the other on a chunk, and at the same time on several, but for the CPU that all share.
         let stages = self.loaded.model.stages();
         let chunks = if phase == "prefill" { tokens.div_ceil(self.loaded.max_batch_tokens) } else { 1 };
-        let least = least * (chunks + stages - 1) as f64 / (chunks * stages) as f64;
+        let (least, limited_by) =
+            work.on_devices((chunks + stages - 1) as f64 / (chunks * stages) as f64).at_least(&self.speed);
         let resident = self.loaded.model.resident_experts();
         Measurement {
             phase,

@@ -186,7 +186,7 @@ enum Division {
     Ram { needed: u64, available: u64 },
 }
 
-/// Plans each stage; then again with what they have in common.
+/// Plans each stage without what may be kept in RAM; then again with what they have in common, and with that.
 fn divide(spec: &Spec<'_>, rooms: Vec<(&Place, Range<usize>)>, machine: &Machine) -> Result<Division> {
     let layers = spec.model.layers.len() as u64;
     let stage = |(place, run): &(&Place, Range<usize>)| {
@@ -200,37 +200,49 @@ fn divide(spec: &Spec<'_>, rooms: Vec<(&Place, Range<usize>)>, machine: &Machine
     };
     let stages: Vec<_> = rooms.iter().map(stage).collect();
     let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
-    let mut most = None;
-    loop {
-        let (mut plans, mut taken, mut lacking) = (Vec::new(), 0u64, Vec::new());
-        for (place, model, config) in &stages {
-            let spec = spec.stage(model, config);
-            let planner = Planner { spec: spec.clone(), device: &place.info, vram: place.vram, most };
-            match planner.attempt_beside(machine, available.saturating_sub(taken))? {
-                Ok(plan) => {
-                    let used = CONTEXT_BYTES + plan.weights + plan.buffers + plan.kv;
-                    lacking.push(used as i64 - place.vram as i64);
-                    let host = plan.ram + plan.host_bytes(&spec, machine)? + plan.kv_host + plan.state_cache;
-                    taken = taken.saturating_add(host);
-                    plans.push(plan);
-                }
-                Err(Short::Vram(bytes)) => lacking.push((bytes + CONTEXT_BYTES) as i64 - place.vram as i64),
-                Err(Short::Ram { needed, available: left }) => {
-                    return Ok(Division::Ram { needed: needed + available - left, available });
-                }
+    let (mut plans, mut lacking, mut needed) = (Vec::new(), Vec::new(), Vec::new());
+    for (place, model, config) in &stages {
+        let config = EngineConfig { kv_host: None, state_cache: Some(0), ..config.clone() };
+        let spec = spec.stage(model, &config);
+        let planner = Planner { spec: spec.clone(), device: &place.info, vram: place.vram, most: None };
+        let taken = needed.iter().sum::<u64>();
+        match planner.attempt_beside(machine, available.saturating_sub(taken))? {
+            Ok(plan) => {
+                let used = CONTEXT_BYTES + plan.weights + plan.buffers + plan.kv;
+                lacking.push(used as i64 - place.vram as i64);
+                // As much as if residual streams went through RAM.
+                let hop = 4 * (plan.limits.tokens * spec.model.streams().width()) as u64;
+                needed.push(plan.ram + plan.host_bytes(&spec, machine)? + hop);
+                plans.push(plan);
             }
+            Err(Short::Vram(bytes)) => lacking.push((bytes + CONTEXT_BYTES) as i64 - place.vram as i64),
+            Err(Short::Ram { needed, .. }) => return Ok(Division::Ram { needed: needed + taken, available }),
         }
-        if plans.len() < stages.len() {
-            return Ok(Division::Lacks(lacking));
-        }
-        if most.is_none() {
-            most = Some(Most::of(plans.iter()));
-            continue;
-        }
-        let all = stages.into_iter().zip(plans);
-        let all = all.map(|((place, model, config), plan)| StagePlan { number: place.number, model, config, plan });
-        return Ok(Division::Fits(all.collect()));
     }
+    if plans.len() < stages.len() {
+        return Ok(Division::Lacks(lacking));
+    }
+    let most = Some(Most::of(plans.iter()));
+    let mut spare = available.saturating_sub(needed.iter().sum());
+    let mut divided = Vec::new();
+    for ((place, model, config), needed) in stages.into_iter().zip(needed) {
+        let spec = spec.stage(&model, &config);
+        let planner = Planner { spec: spec.clone(), device: &place.info, vram: place.vram, most };
+        // With what they have in common a stage has more experts in VRAM, and no more in RAM.
+        let plan = match planner.attempt_beside(machine, needed + spare)? {
+            Ok(plan) => plan,
+            Err(Short::Vram(bytes)) => {
+                let lack = (bytes + CONTEXT_BYTES) as i64 - place.vram as i64;
+                return Ok(Division::Lacks(
+                    rooms.iter().map(|(of, _)| if of.number == place.number { lack } else { 0 }).collect(),
+                ));
+            }
+            Err(Short::Ram { needed, .. }) => return Ok(Division::Ram { needed, available }),
+        };
+        spare = spare.saturating_sub(plan.kv_host + plan.state_cache);
+        divided.push(StagePlan { number: place.number, model: model.clone(), config: config.clone(), plan });
+    }
+    Ok(Division::Fits(divided))
 }
 
 /// Bytes of each layer, dense weights as BF16.

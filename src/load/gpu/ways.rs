@@ -130,6 +130,12 @@ impl Ways<'_> {
             let of = several.iter().filter(|way| way.cards.len() == n);
             of.max_by(|a, b| a.worth().total_cmp(&b.worth())).map_or(best.clone(), |way| better(best, way))
         });
+        // A way that the user wants is taken where it can be.
+        let wanted = several.iter().filter(|way| self.spec.config.split != Split::Auto && way.worth() > 0.0);
+        let best = match wanted.max_by(|a, b| a.worth().total_cmp(&b.worth())) {
+            Some(wanted) if best.cards.len() == 1 => wanted.clone(),
+            _ => best,
+        };
         let said = self.say(&best, &first, &several);
         (best, said)
     }

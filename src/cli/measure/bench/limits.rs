@@ -30,6 +30,11 @@ impl PassWork {
         }
     }
 
+    /// The same where of the device's part only a share counts.
+    pub(super) fn on_devices(self, share: f64) -> Self {
+        Self { link: share * self.link, vram: share * self.vram, products: share * self.products, ..self }
+    }
+
     /// Seconds that the busiest part takes at least, and which it is.
     pub(super) fn at_least(&self, speed: &Speed) -> (f64, &'static str) {
         let parts = [
