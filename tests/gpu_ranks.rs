@@ -470,8 +470,8 @@ fn numbers_come_to_the_next_gpu_as_they_left() {
             x.iter().zip(lengths).for_each(|(x, len)| {
                 devices[0].upload(&devices[0].compute, x.address(), &sent[..len]);
             });
-            let all: Vec<_> = (0..3).map(|i| (x[i].address(), y[i].address(), lengths[i])).collect();
-            hop.bring(all.into_iter()).unwrap();
+            let all: [_; 3] = std::array::from_fn(|i| (x[i].address(), y[i].address(), lengths[i]));
+            hop.bring(&all).unwrap();
             come.push(y);
         }
         devices[1].synchronize().unwrap();

@@ -10,27 +10,10 @@ use moebius::config::{ActivationBits, DenseBits, EngineConfig, ExpertBits, Exper
 use moebius::forward::block_pool::BlockPool;
 use moebius::load::{LoadProgress, Loaded};
 
-/// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width,
-/// latents of chosen positions, chosen blocks for each KV head, streams with n-grams and chosen units, Mamba-2 and
-/// experts without a gate or behind every mixer, Kimi delta attention beside latents with and without rope and gates,
-/// connected streams with units by gates, entries of several positions.
-const MODELS: &[&str] = &[
-    "moe-gqa",
-    "moe-mla",
-    "gpt-oss",
-    "qwen3-next",
-    "minimax-m2",
-    "glm-5",
-    "minimax-m3",
-    "qwen4-exp",
-    "nemotron-h",
-    "granite-4",
-    "kimi-linear",
-    "ling-3",
-    "glm-5.3-flash",
-    "deepseek-v4",
-    "deepseek-v4.1",
-];
+/// Grouped queries and latents, as the demo models have them, and every kind of layer that [`small`] has.
+fn models() -> impl Iterator<Item = &'static str> {
+    ["moe-gqa", "moe-mla"].into_iter().chain(small::MODELS.iter().copied())
+}
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {
     (0..len as u32).map(|i| 7 + (i * 37 + seed * 101) % 900).collect()
@@ -38,7 +21,7 @@ fn prompt(len: usize, seed: u32) -> Vec<u32> {
 
 /// Each model in the precisions that take different ways through the kernels.
 fn for_each_model(test: impl Fn(&str, &mut Loaded)) {
-    for model in MODELS {
+    for model in models() {
         for (experts, dense, activations) in [
             (ExpertBits::Int4, DenseBits::Bf16, ActivationBits::Eight),
             (ExpertBits::Int8, DenseBits::Int8, ActivationBits::Eight),
@@ -121,7 +104,7 @@ fn decode_beside_others_equals_prefill_of_all() {
 #[test]
 fn threads_do_not_change_bits() {
     let tokens = prompt(80, 9);
-    for model in MODELS {
+    for model in models() {
         let mut results = Vec::new();
         for threads in [1, 2, 3, 5] {
             let config = EngineConfig {
@@ -140,7 +123,7 @@ fn threads_do_not_change_bits() {
 #[test]
 fn instruction_sets_do_not_change_bits() {
     let tokens = prompt(80, 11);
-    for model in MODELS {
+    for model in models() {
         let logits =
             |simd| whole(&mut load_model(model, &EngineConfig { simd: Some(simd), ..Default::default() }), &tokens);
         let results: Vec<_> = moebius::kernel::available().into_iter().map(logits).collect();

@@ -21,23 +21,6 @@ use moebius::load::{Loaded, synthetic};
 use moebius::machine::heap::Heap;
 use moebius::model::{ModelConfig, families};
 
-/// Every kind of layer that [`small`] has.
-const MODELS: &[&str] = &[
-    "gpt-oss",
-    "qwen3-next",
-    "minimax-m2",
-    "glm-5",
-    "minimax-m3",
-    "qwen4-exp",
-    "nemotron-h",
-    "granite-4",
-    "kimi-linear",
-    "ling-3",
-    "glm-5.3-flash",
-    "deepseek-v4",
-    "deepseek-v4.1",
-];
-
 const SLOTS: usize = 2;
 
 fn config() -> EngineConfig {
@@ -98,8 +81,8 @@ struct Said {
     routed: usize,
 }
 
-/// A prompt in two chunks, a snapshot of it in another slot, steps of decode with a
-/// vector added, and the residual stream and the experts that are taken from these.
+/// Of a prompt in two chunks, a snapshot of it in another slot, and steps of decode with a vector added; the residual
+/// stream and the experts of these steps.
 fn said(model: &mut dyn Forward, vector: &Arc<[f32]>) -> Said {
     let layers = model.config().layers.len();
     let tokens: Vec<u32> = (0..200u32).map(|i| 7 + (i * 37) % 900).collect();
@@ -135,7 +118,7 @@ fn said(model: &mut dyn Forward, vector: &Arc<[f32]>) -> Said {
 
 #[test]
 fn stages_say_what_the_whole_model_says() {
-    for name in MODELS {
+    for name in small::MODELS {
         let mut loaded = small::of(model(name), &config());
         let whole = loaded.model.config().clone();
         let vector: Arc<[f32]> = (0..whole.hidden_size).map(|i| (i % 17) as f32 / 8.0 - 1.0).collect();

@@ -39,12 +39,12 @@ impl Hop {
     /// Copies `(from, to, numbers)`, behind all that is in the compute stream of the one device, and before what will
     /// be in that of the other, which the calling thread is on afterwards. What the first one computes next overwrites
     /// nothing that is still to be copied. Errors: `Error::Device`.
-    pub fn bring(&mut self, all: impl Iterator<Item = (Address<f32>, Address<f32>, usize)> + Clone) -> Result<()> {
+    pub fn bring(&mut self, all: &[(Address<f32>, Address<f32>, usize)]) -> Result<()> {
         let Self { from, to, left, taken, through } = self;
         from.enter_thread()?;
         if let Some(ram) = through {
             let mut rest = &mut ram[..];
-            for (x, _, numbers) in all.clone() {
+            for &(x, _, numbers) in all {
                 let (own, others) = std::mem::take(&mut rest).split_at_mut(numbers);
                 from.download(&from.compute, x, own);
                 rest = others;
@@ -54,10 +54,10 @@ impl Hop {
         to.enter_thread()?;
         to.wait(&to.compute, left);
         match through {
-            None => all.for_each(|(x, y, numbers)| to.copy_within(&to.compute, y, x, 4 * numbers)),
+            None => all.iter().for_each(|&(x, y, numbers)| to.copy_within(&to.compute, y, x, 4 * numbers)),
             Some(ram) => {
                 let mut rest = &ram[..];
-                for (_, y, numbers) in all {
+                for &(_, y, numbers) in all {
                     let (own, others) = rest.split_at(numbers);
                     to.upload(&to.compute, y, own);
                     rest = others;

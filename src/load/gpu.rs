@@ -45,7 +45,7 @@ use crate::machine::heap::Heap;
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::machine::topology;
 use crate::machine::workers::Team;
-use crate::model::Share;
+use crate::model::{Moe, Share};
 pub use devices::Gpus;
 use plan::gpu_limits;
 pub use plan::{CONTEXT_BYTES, GpuPlan, HolderPlan, Short};
@@ -317,30 +317,27 @@ pub(super) fn assemble_stages(
 
 /// What was decided of a stage, in a few words.
 fn describe_stage(stage: &StagePlan) -> String {
-    let plan = &stage.plan;
-    let mut said = format!(
-        "{} ({}): {:.1} GiB of VRAM (weights {:.1}, KV {:.1} for a context of {}, buffers {:.1}",
-        stage.describe(),
-        plan.device.name,
+    let (taken, resident) = taken(&stage.plan, stage.model.moe());
+    let mut said = format!("{} ({}): {taken}", stage.describe(), stage.plan.device.name);
+    resident.iter().for_each(|resident| said += &format!(", {resident}"));
+    said
+}
+
+/// What a plan takes of VRAM, and how many experts are there, in a few words.
+fn taken(plan: &GpuPlan, moe: Option<&Moe>) -> (String, Option<String>) {
+    let mut taken = format!(
+        "{:.1} GiB of VRAM (weights {:.1}, KV {:.1} for a context of {}, buffers {:.1}",
         gib(plan.total()),
         gib(plan.weights),
         gib(plan.kv),
         plan.max_context,
         gib(plan.buffers),
     );
-    match (plan.sizes, stage.model.moe()) {
-        (Some(sizes), Some(moe)) => {
-            said += &format!(
-                ", experts {:.1}, passing {:.1}), {} of {} experts of a layer resident",
-                gib(plan.resident),
-                gib(plan.ring),
-                sizes.resident,
-                moe.num_experts
-            );
-        }
-        _ => said += ")",
-    }
-    said
+    let resident = plan.sizes.zip(moe).map(|(sizes, moe)| {
+        taken += &format!(", experts {:.1}, passing {:.1}", gib(plan.resident), gib(plan.ring));
+        format!("{} of {} experts of a layer resident", sizes.resident, moe.num_experts)
+    });
+    (taken + ")", resident)
 }
 
 /// What was decided, in one line.
@@ -355,23 +352,10 @@ fn describe(
         1 => String::new(),
         n => format!("{n} x "),
     };
-    let mut line = format!(
-        "{many}{}: {:.1} GiB of VRAM (weights {:.1}, KV {:.1} for a context of {}, buffers {:.1}",
-        plan.device.name,
-        gib(plan.total()),
-        gib(plan.weights),
-        gib(plan.kv),
-        plan.max_context,
-        gib(plan.buffers),
-    );
-    if let (Some(sizes), Some(moe)) = (plan.sizes, spec.model.moe()) {
-        line += &format!(
-            ", experts {:.1}, passing {:.1}); {} of {} experts of a layer resident",
-            gib(plan.resident),
-            gib(plan.ring),
-            sizes.resident,
-            moe.num_experts
-        );
+    let (taken, resident) = taken(plan, spec.model.moe());
+    let mut line = format!("{many}{}: {taken}", plan.device.name);
+    if let Some(resident) = resident {
+        line += &format!("; {resident}");
         for holder in &plan.holders {
             let (taken, buffers) = (gib(holder.total()), gib(holder.buffers));
             line += &format!(", {} on another GPU ({taken:.1} GiB, buffers {buffers:.1})", holder.experts);
@@ -383,8 +367,6 @@ fn describe(
                 speeds.pcie_bytes / 1e9
             );
         }
-    } else {
-        line += ")";
     }
     if let Some(library) = library {
         line += &format!("; products by {library}");

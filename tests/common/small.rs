@@ -13,6 +13,26 @@ use moebius::model::ModelConfig;
 use moebius::model::families;
 use serde_json::{Value, json};
 
+/// One of every kind of layer: sinks in a window, gated DeltaNet beside gated attention, norms over the whole width,
+/// latents of chosen positions, chosen blocks for each KV head, streams with n-grams and chosen units, Mamba-2 and
+/// experts without a gate or behind every mixer, Kimi delta attention beside latents with and without rope and gates,
+/// connected streams with units by gates, entries of several positions.
+pub const MODELS: &[&str] = &[
+    "gpt-oss",
+    "qwen3-next",
+    "minimax-m2",
+    "glm-5",
+    "minimax-m3",
+    "qwen4-exp",
+    "nemotron-h",
+    "granite-4",
+    "kimi-linear",
+    "ling-3",
+    "glm-5.3-flash",
+    "deepseek-v4",
+    "deepseek-v4.1",
+];
+
 /// What every model here has in common.
 fn base(model_type: &str, other: Value) -> Value {
     let mut config = json!({"model_type": model_type, "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 64,

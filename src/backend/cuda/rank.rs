@@ -130,7 +130,7 @@ impl Rank for CudaBackend {
         to: impl Iterator<Item = &'a mut Tensor>,
     ) -> Result<()> {
         let all: Vec<_> = from.zip(to).map(|(from, to)| (from.f32(), to.f32(), from.rows * from.cols)).collect();
-        way.bring(all.into_iter())
+        way.bring(&all)
     }
 
     fn give_up(&self) {
