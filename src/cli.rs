@@ -39,10 +39,11 @@ pub use open::{EngineOption, open, options};
 /// it.
 pub const RENDER_TEMPLATES: &str = "--render-templates";
 
-/// What a report of a fault should say.
+/// What a report of a fault, or of a speed, should say.
 fn long_version() -> String {
+    let build = if cfg!(debug_assertions) { "with debug assertions, which are slow" } else { "release" };
     format!(
-        "{}\ncommit: {}\nkernels: {}\ncache format: {VERSION}, reads {OLDEST_VERSION} to {VERSION}",
+        "{}\ncommit: {}\nbuild: {build}\nkernels: {}\ncache format: {VERSION}, reads {OLDEST_VERSION} to {VERSION}",
         env!("CARGO_PKG_VERSION"),
         env!("MOEBIUS_COMMIT"),
         env!("MOEBIUS_KERNELS"),

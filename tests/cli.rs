@@ -60,7 +60,7 @@ fn a_package_gets_completions_and_manual_pages() {
     assert!(page.contains(".SH OPTIONS") && page.contains("api\\-key"), "{page}");
     assert!(failure(&["manual", "/nonexistent"]).contains("/nonexistent"));
     let version = success(&["--version"], "");
-    for line in ["moebius 0.", "commit: ", "kernels: ", "cache format: "] {
+    for line in ["moebius 0.", "commit: ", "build: ", "kernels: ", "cache format: "] {
         assert!(version.lines().any(|l| l.starts_with(line)), "{version}");
     }
     assert_eq!(success(&["-V"], "").lines().count(), 1);

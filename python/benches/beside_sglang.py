@@ -45,7 +45,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "python" / "tests"))
 
-from sglang_servers import Moebius, Sglang, missing  # noqa: E402
+from sglang_servers import COMMAND, Moebius, Sglang, missing  # noqa: E402
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, EXPERTS, TOP_K, VOCABULARY = 2048, 32, 4, 128, 768, 128, 8, 4096
 GROUP, MAX_CONTEXT = 32, 16384
@@ -310,6 +310,10 @@ def main():
     given = parser.parse_args(own)
     if reason := missing("cuda"):
         return print(f"skipped: {reason}")
+    version = subprocess.run([*COMMAND, "--version"], check=True, capture_output=True, text=True).stdout
+    print(version, flush=True)
+    if "build: release" not in version:
+        sys.exit("Moebius has debug assertions, which are slow: build it with maturin's --release")
 
     scratch = tempfile.TemporaryDirectory()
     model, out = given.model or Path(scratch.name) / "model", given.out or Path(scratch.name)

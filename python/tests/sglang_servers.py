@@ -102,6 +102,14 @@ class Sglang(Server):
         return [dict(logprob=own[0], top=two[0][1], margin=two[0][0] - two[1][0]) for own, two in places]
 
 
+#: The `moebius` command of this Python.
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from moebius._command import main; sys.argv[0] = 'moebius'; sys.exit(main())",
+]
+
+
 class Moebius(Server):
     def __init__(self, log, flags, environment):
         def ready(self):
@@ -110,8 +118,7 @@ class Moebius(Server):
             except OSError:
                 return False
 
-        program = "import sys; from moebius._command import main; sys.argv[0] = 'moebius'; sys.exit(main())"
-        super().__init__(log, [sys.executable, "-c", program, "serve", *flags], ready, environment)
+        super().__init__(log, [*COMMAND, "serve", *flags], ready, environment)
 
     def greedy(self, ids, tokens):
         body = dict(prompt=ids, max_tokens=tokens, temperature=0, ignore_eos=True)

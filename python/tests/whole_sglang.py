@@ -9,8 +9,8 @@ The models are the demo's, Qwen3-MoE and DeepSeek-V3, with heads as wide as SGLa
 rounding explains, every other server must prefer it as well. That holds for BF16 and INT4 experts, with decode in CUDA
 graphs and without, for questions (on the CPU) and for a conversation of them all (on the GPU), one at a time and for
 200 requests at once, of which two thirds are aborted in different ways. Servers of one model run side by side. The
-servers called tp2 divide everything over two GPUs. Skips by name without SGLang or a GPU, and those without a second
-one.
+servers called tp2 divide everything over two GPUs, and are held against SGLang's own that does. Skips by name without
+SGLang or a GPU, and those without a second one.
 """
 
 import argparse
@@ -53,6 +53,7 @@ ANSWER_TOKENS, REQUESTS = 48, 200
 #: the mean. BF16 experts differ by the order of sums; INT4 ones are other weights.
 BOUNDS = {"BF16": (0.5, 0.05), "INT4": (4.0, 0.3)}
 
+SGLANGS_OWN = ("gpu", "gpu-tp2")
 WAYS = ("graphs", "eager", "pool", "pool-alone", "tp2", "tp2-eager", "tp2-pool")
 
 
@@ -146,16 +147,19 @@ def _first_layer(model):
 
 
 def servers(model, gpu_experts, common, gpus):
-    """Each one's name, precision of experts, flags, environment. The others are held against the first."""
+    """Each one's name, precision of experts, flags, environment."""
     eager = ["--disable-decode-cuda-graph"]
-    yield "gpu", "BF16", [*common, "--disable-prefill-cuda-graph"], {"SGLANG_PLUGINS": "none"}
+    alone = {"SGLANG_PLUGINS": "none"}
+    yield "gpu", "BF16", [*common, "--disable-prefill-cuda-graph"], alone
+    if gpus >= 2:
+        yield "gpu-tp2", "BF16", [*common, "--disable-prefill-cuda-graph", "--tp-size", "2"], alone
     # Pools of about three of a layer's eight experts.
     for experts, method, pool in [("BF16", "BF16", "0.002"), ("INT4", "AMXINT4", "0.0006")]:
         own = ["--kt-weight-path", str(model), "--kt-num-gpu-experts", str(gpu_experts), "--kt-method", method]
         own += ["--kt-gpu-prefill-token-threshold", "128"]
         held = ["--kt-gpu-pool-gib", pool]
-        alone = [*held, "--kt-num-gpu-experts", "0"]  # SGLang computes no expert
-        for how, flags in [("graphs", []), ("eager", eager), ("pool", held), ("pool-alone", alone)]:
+        only = [*held, "--kt-num-gpu-experts", "0"]  # SGLang computes no expert
+        for how, flags in [("graphs", []), ("eager", eager), ("pool", held), ("pool-alone", only)]:
             yield f"{experts}-{how}", experts, [*common, *own, *flags], {}
         if gpus < 2:
             print(f"{model.name}: {experts}-tp2 is skipped: there is one GPU, and it wants two")
@@ -181,7 +185,9 @@ def compare(name, given, flags, out, scratch):
     common = ["--model-path", str(model), "--max-running-requests", "32", "--cuda-graph-max-bs-decode", "32"]
     common += ["--max-total-tokens", "32768", "--mem-fraction-static", "0.8", "--disable-radix-cache"]
     common += ["--disable-shared-experts-fusion", "--sleep-on-idle", *flags]
-    cores, reference = sorted(os.sched_getaffinity(0)), concurrent.futures.Future()
+    cores = sorted(os.sched_getaffinity(0))
+    plan = [server for server in servers(model, given.gpu_experts, common, given.gpus) if server[0] in given.servers]
+    references = {what: concurrent.futures.Future() for what, *_ in plan if what in SGLANGS_OWN}
 
     def run(place, what, experts, flags, environment):
         server, share = None, len(cores) // given.at_once
@@ -189,15 +195,19 @@ def compare(name, given, flags, out, scratch):
             # Cores of their own: otherwise the experts of all are computed on the same ones.
             own = cores[place % given.at_once * share :][:share] or None
             server = Sglang(out / f"{name}-{what}.log", flags, environment, own)
-            if what == "gpu":
-                reference.set_result(refer(server, prompts))
-            counts, answers, wrong = check(server, experts, prompts, reference.result())
+            if what in references:
+                references[what].set_result(refer(server, prompts))
+            # Sums over two GPUs are rounded in another order, by SGLang alone as well.
+            own = "gpu-tp2" if "tp2" in what and "gpu-tp2" in references else "gpu"
+            counts, answers, wrong = check(server, experts, prompts, references[own].result())
+            if what == "gpu-tp2":
+                counts["beside_one_gpu"] = check(server, experts, prompts, references["gpu"].result())[2]
             texts = [tokenizer.decode(ids) for ids in answers]
             counts["right"] = sum(t.strip().startswith(e) for t, e in zip(texts, QUESTIONS.values()))
             return dict(model=name, server=what, ready_s=round(server.ready_s, 1), **counts, wrong=wrong)
         except Exception as error:  # the others' results must not be lost
-            if what == "gpu" and not reference.done():
-                reference.set_exception(error)
+            if what in references and not references[what].done():
+                references[what].set_exception(error)
             return dict(model=name, server=what, wrong=[f"{type(error).__name__}: {error}"])
         finally:
             if server is not None:
@@ -205,8 +215,6 @@ def compare(name, given, flags, out, scratch):
 
     failed = False
     with concurrent.futures.ThreadPoolExecutor(given.at_once) as pool:
-        all_servers = servers(model, given.gpu_experts, common, given.gpus)
-        plan = [server for server in all_servers if server[0] in given.servers]
         futures = [pool.submit(run, place, *server) for place, server in enumerate(plan)]
         for future in concurrent.futures.as_completed(futures):
             result = future.result()
@@ -224,7 +232,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gqa,mla")
     parser.add_argument("--gpu-experts", type=int, default=2, help="of eight, on the GPU")
-    names = ["gpu", *(f"{experts}-{how}" for experts in BOUNDS for how in WAYS)]
+    names = [*SGLANGS_OWN, *(f"{experts}-{how}" for experts in BOUNDS for how in WAYS)]
     parser.add_argument("--servers", nargs="+", choices=names, default=names, help="gpu is needed")
     parser.add_argument("--at-once", type=int, default=5, help="servers side by side")
     parser.add_argument("--out", type=Path, help="folder of logs and results")

@@ -23,7 +23,7 @@
 //! handoff      the CPU's part, through a mailbox
 //! learning     counts of chosen experts
 //! holder       another GPU that holds experts for this one
-//! together     the pools of several ranks
+//! together     which experts are in VRAM, on all ranks
 //! prompts      experts alone, of another engine's prompts
 //! held         experts alone, in VRAM for another engine's decode
 //! ```
@@ -53,7 +53,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::cost::CostModel;
-use super::pool::{Admission, LayerChoices, Pool};
 use super::popularity::Popularity;
 use super::residency::Residency;
 use super::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory, ExpertShape, FORESEEN_TOKENS, Traffic};
@@ -63,8 +62,8 @@ use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor};
 use crate::cuda::{ALONE, Address, Cuda, Registered};
 use crate::machine::heap::Heap;
 use crate::model::Share;
-use admissions::Admissions;
 pub(super) use admissions::Limit;
+use admissions::{Branch, Way};
 use epilogue::DeviceEpilogue;
 use handoff::Handoff;
 use holder::{Channel, Holder, Side};
@@ -73,7 +72,7 @@ use parts::Parts;
 use products::{Choices, LayerInput, Products, Sink};
 use residents::Residents;
 use ring::Ring;
-use together::{Together, Turn};
+use together::{Decider, Together};
 
 /// Tokens up to which experts in VRAM are multiplied as they are read, each once; sorted and in tiles beyond.
 /// Measured on an H200.
@@ -116,15 +115,12 @@ pub struct GpuExperts {
     cuda: Arc<Cuda>,
     cpu: CpuExperts,
     memory: Arc<ExpertMemory>,
-    parts: Parts,
+    parts: Arc<Parts>,
     sizes: Sizes,
     costs: CostModel,
     forced: Option<Prefill>,
-    pool: Pool,
-    admissions: Option<Admissions>, // `None`: the experts in VRAM stay as they were at the start
-    come: usize,                    // experts that came beside steps, and are found
-    together: Together,
-    taken_in: Turn, // on the first of several ranks: what the others have not heard of
+    branch: Option<Branch>, // `None`: the experts in VRAM stay as they were at the start
+    together: Together,     // behind `branch`, whose kernels use what it has
     residents: Residents,
     ring: Ring,
     products: Products,
@@ -132,7 +128,6 @@ pub struct GpuExperts {
     holders: Vec<Holder>,
     on_holders: usize, // experts of a layer that these have
     learning: Option<Learning>,
-    vram_bytes: u64, // of experts that were read in VRAM in decode, since the start
     submitted: Option<Submitted>,
 }
 
@@ -202,7 +197,6 @@ impl Buffers {
 
 /// What an executor begins with, beside its sizes.
 struct Start {
-    residency: Residency,
     learning: Option<Learning>,
     registered: Arc<Vec<Registered>>,
     together: Together,
@@ -242,32 +236,28 @@ impl GpuExperts {
             true => memory.pin(),
             false => Vec::new(),
         };
+        let orders = (0..layers).map(|layer| popularity.order(layer));
+        let residency = Residency::new(orders, sizes.resident, sizes.on_holders);
         let start = Start {
-            residency: Residency::new(
-                (0..layers).map(|layer| popularity.order(layer)),
-                sizes.resident,
-                sizes.on_holders,
-            ),
             learning: learning(&cuda, &shape, &sizes, popularity, path)?,
             registered: Arc::new(registered),
-            together: Together::Alone,
+            together: Together::first(Decider::new(residency, &shape)),
         };
-        Self::begin(cuda, heap, cpu, (sizes, costs, forced), start)
+        let (mut first, way) = Self::begin(cuda, heap, cpu, (sizes, costs, forced), start)?;
+        first.together.add(way);
+        Ok(first)
     }
 
     /// Another rank's, beside those of the `first`, before anything runs. Errors: as [`new`](GpuExperts::new).
     pub fn of_rank(cuda: Arc<Cuda>, heap: &Heap, cpu: CpuExperts, share: Share, first: &mut Self) -> Result<Self> {
-        let start = Start {
-            residency: first.pool.residency().clone(),
-            learning: None,
-            registered: first.registered.clone(),
-            together: first.together.with_another(),
-        };
+        let start =
+            Start { learning: None, registered: first.registered.clone(), together: first.together.with_another() };
         let sizes = Sizes { share, ..first.sizes };
-        let rank = Self::begin(cuda, heap, cpu, (sizes, first.costs, first.forced), start)?;
-        if rank.admissions.is_none() {
-            first.admissions = None; // nothing comes to one rank alone
+        let (rank, way) = Self::begin(cuda, heap, cpu, (sizes, first.costs, first.forced), start)?;
+        if way.is_none() {
+            first.branch = None; // nothing comes to one rank alone
         }
+        first.together.add(way);
         Ok(rank)
     }
 
@@ -278,7 +268,7 @@ impl GpuExperts {
         let from = self.on_holders;
         self.on_holders += experts;
         assert!(self.on_holders <= self.sizes.on_holders, "others hold {} experts of a layer", self.sizes.on_holders);
-        let residency = holder::residency_of(self.pool.residency(), from..self.on_holders);
+        let residency = holder::residency_of(self.together.residency(), from..self.on_holders);
         let sizes = Sizes { resident: experts, ring, holders: 0, on_holders: 0, ..self.sizes };
         let devices = (self.cuda.clone(), on);
         self.holders.push(Holder::new(devices, (&mut self.cpu, &self.parts), &residency, (&sizes, link))?);
@@ -290,24 +280,25 @@ impl GpuExperts {
         heap: &Heap,
         mut cpu: CpuExperts,
         (sizes, costs, forced): (Sizes, CostModel, Option<Prefill>),
-        Start { residency, learning, registered, together }: Start,
-    ) -> Result<Self> {
+        Start { learning, registered, together }: Start,
+    ) -> Result<(Self, Option<Way>)> {
         let memory = cpu.memory().clone();
-        let parts = Parts::new(memory.clone(), sizes.share, &registered)?;
+        let parts = Arc::new(Parts::new(memory.clone(), sizes.share, &registered)?);
         let shape = parts.shape();
         let Buffers { mut residents, ring, products, handoff, admissions } =
             Buffers::new(&cuda, heap, (shape, parts.width()), cpu.epilogue(), &sizes)?;
-        residents.fill(&parts, &residency, |layer| cpu.check_layer(layer))?;
-        let admissions = match sizes.resident > 0 && parts.are_for_kernels() {
-            true => Some(Admissions::new(&cuda, admissions)?),
-            false => None,
+        residents.fill(&parts, together.residency(), |layer| cpu.check_layer(layer))?;
+        let (branch, way) = match (sizes.resident > 0 && parts.are_for_kernels(), admissions) {
+            (true, (road, buffers)) => {
+                let branch = Branch::new(&cuda, &road, buffers)?;
+                let (slots, begin) = residents.slots();
+                (Some(branch), Some(Way::new(parts.clone(), slots, begin, road)))
+            }
+            (false, _) => (None, None),
         };
-        Ok(Self {
-            pool: Pool::new(residency, shape.experts, &parts.kinds()),
+        let experts = Self {
             learning,
-            come: 0,
             together,
-            taken_in: Turn::default(),
             parts,
             ring,
             products,
@@ -315,17 +306,17 @@ impl GpuExperts {
             holders: Vec::new(),
             on_holders: 0,
             residents,
-            admissions,
+            branch,
             sizes,
             costs,
             forced,
-            vram_bytes: 0,
             submitted: None,
             memory,
             cpu,
             cuda,
             registered,
-        })
+        };
+        Ok((experts, way))
     }
 
     /// Counts on a device and a heap of a plan what [`new`](GpuExperts::new) takes, and returns the bytes of VRAM.
@@ -363,7 +354,7 @@ impl GpuExperts {
 
     /// Experts of a layer that cross PCIe for a batch of `tokens`.
     fn streamed(&self, tokens: usize, layer: usize) -> usize {
-        let others = self.pool.residency().in_ram(layer).len();
+        let others = self.together.residency().in_ram(layer).len();
         let must = tokens > self.sizes.cpu_tokens;
         match self.forced {
             // There is no room for two experts.
@@ -374,7 +365,7 @@ impl GpuExperts {
             Some(Prefill::Gpu) if tokens > NO_PROMPT => others,
             _ if must => others,
             _ => {
-                let layout = self.memory.cache().layout(self.pool.residency().layers() / 2); // stands for all
+                let layout = self.memory.cache().layout(self.together.residency().layers() / 2); // stands for all
                 self.costs.streamed(others, self.experts(), tokens, self.sizes.top_k, &layout)
             }
         }
@@ -388,7 +379,7 @@ impl GpuExperts {
     /// Where those cross, and those that others hold.
     fn crossing(&self, tokens: usize, layer: usize) -> Crossings {
         let streamed = self.streamed(tokens, layer);
-        let residency = self.pool.residency();
+        let residency = self.together.residency();
         let (in_ram, held) = (residency.in_ram(layer).len(), residency.on_holders(layer).len());
         // Where the CPU has a share, or few are chosen, hidden states would take longer than experts.
         let all = in_ram > 0 && streamed == in_ram && !CostModel::picks(self.experts(), tokens, self.sizes.top_k);
@@ -405,11 +396,11 @@ impl GpuExperts {
 
     /// The experts of `layer` that cross the link of each GPU that holds others.
     fn crossing_elsewhere(&self, tokens: usize, layer: usize) -> Vec<Vec<u16>> {
-        if layer == self.pool.residency().layers() {
+        if layer == self.together.residency().layers() {
             return vec![Vec::new(); self.holders.len()];
         }
         let Crossings { own, elsewhere, .. } = self.crossing(tokens, layer);
-        let mut rest = &self.pool.residency().not_in_vram(layer)[own..];
+        let mut rest = &self.together.residency().not_in_vram(layer)[own..];
         let mut take = |&n: &usize| {
             let (own, others) = rest.split_at(n);
             rest = others;
@@ -421,30 +412,6 @@ impl GpuExperts {
     /// Where choices of `layer` are counted.
     fn counts(&self, layer: usize) -> Address<u32> {
         self.learning.as_ref().map_or(Address::NULL, |learning| learning.counts(layer * self.experts()))
-    }
-
-    /// Of the experts on their way, how many have come to all ranks.
-    fn arrived(&self) -> usize {
-        let own = self.come + self.admissions.as_ref().map_or(0, |admissions| admissions.sender.come());
-        self.together.come(own) - self.come
-    }
-
-    /// Takes in what was chosen in a layer of a recorded pass, and sends experts on their way.
-    fn chosen(&mut self, layer: usize, ids: &[i32], arrived: usize) {
-        let Self { pool, admissions, residents, parts, .. } = &mut *self;
-        let before = pool.choices().hits;
-        pool.chosen(LayerChoices { layer, ids, arrived }, |admission| {
-            if let Some(admissions) = admissions {
-                let Admission { layer, expert, slot } = admission;
-                admissions.sender.send(parts, (layer, expert), residents.address(slot));
-            }
-        });
-        if let Some(admissions) = admissions
-            && admissions::ends_within(layer, pool.residency().layers())
-        {
-            admissions.sender.show();
-        }
-        self.vram_bytes += (self.pool.choices().hits - before) * self.memory.cache().layout(layer).bytes() as u64;
     }
 
     /// Ends the submitted layer.
@@ -461,27 +428,27 @@ impl GpuExperts {
             }
         }
         let Choices { layer, tokens, top_k, .. } = choices;
-        let admissions = self.admissions.as_ref().filter(|_| self.cuda.is_rehearsing());
-        let is_last = layer + 1 == self.pool.residency().layers();
-        if let (true, Some(admissions)) = (is_last && layer > 0, admissions) {
-            admissions.branch.join(&self.cuda, &self.cuda.compute);
+        let branch = self.branch.as_ref().filter(|_| self.cuda.is_rehearsing());
+        let is_last = layer + 1 == self.together.residency().layers();
+        if let (true, Some(branch)) = (is_last && layer > 0, branch) {
+            branch.join(&self.cuda, &self.cuda.compute);
         }
         for holder in self.holders.iter().filter(|_| hops) {
             holder.fetch(&self.cuda, (layer, tokens * out.cols()), out);
         }
-        match (cpu, admissions) {
+        match (cpu, branch) {
             (true, _) => {
-                let limit = admissions.map_or(Limit::NONE, |admissions| admissions.branch.limit(layer));
+                let limit = branch.map_or(Limit::NONE, |branch| branch.limit(layer));
                 self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), limit, out);
             }
-            (false, Some(admissions)) => admissions.branch.take_limit(&self.cuda, layer),
+            (false, Some(branch)) => branch.take_limit(&self.cuda, layer),
             (false, None) => {}
         }
-        if let (false, Some(admissions)) = (is_last, admissions) {
-            admissions.branch.admit(&self.cuda, &self.cuda.compute, layer);
+        if let (false, Some(branch)) = (is_last, branch) {
+            branch.admit(&self.cuda, &self.cuda.compute, layer);
         }
         if cpu && !self.cuda.is_recording() {
-            let cpu = (&mut self.cpu, self.pool.residency());
+            let cpu = (&mut self.cpu, self.together.residency());
             self.handoff.serve(&self.cuda, cpu, layer, tokens, top_k)?;
         }
         Ok(())
@@ -498,14 +465,14 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let Crossings { own, hops, .. } = self.crossing(tokens, layer);
         let shared = match self.cuda.is_rehearsing() {
             true => self.sizes.in_ram(experts) > 0, // whatever is in VRAM now: it is recorded
-            false => streamed < self.pool.residency().in_ram(layer).len(),
+            false => streamed < self.together.residency().in_ram(layer).len(),
         };
         // It is the first rank that hands the CPU its share and adds it.
         let cpu = shared && self.sizes.share.rank == 0;
         assert!(!cpu || tokens <= self.sizes.cpu_tokens, "the CPU was given more tokens than was allocated for");
         let table = match streamed {
             0 => self.residents.table(layer),
-            _ => self.residents.marks(self.pool.residency(), layer, own),
+            _ => self.residents.marks(self.together.residency(), layer, own),
         };
         if cpu {
             // First, so that the CPU begins while the device goes on.
@@ -583,7 +550,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     }
 
     fn foresees(&self) -> bool {
-        let layers = self.pool.residency().layers();
+        let layers = self.together.residency().layers();
         let waits = |s: &Submitted| s.cpu && s.choices.tokens <= FORESEEN_TOKENS && s.choices.layer + 1 < layers;
         self.cuda.is_rehearsing() && self.submitted.as_ref().is_some_and(waits)
     }
@@ -596,64 +563,35 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
 
     fn replayed(&mut self, tokens: usize) -> Result<()> {
         self.holders.iter().for_each(|holder| holder.step(tokens));
-        if self.sizes.in_ram(self.experts()) == 0 || self.sizes.share.rank > 0 {
+        if self.sizes.in_ram(self.experts()) == 0 {
             return Ok(());
         }
+        let Together::First { decider, .. } = &mut self.together else { return Ok(()) };
         let mut failed = Ok(());
-        let layers = self.pool.residency().layers();
+        let layers = decider.pool.residency().layers();
         let begun = self.cpu.begin_step(tokens);
         for layer in 0..layers {
-            if layer + 1 == layers && self.admissions.is_some() {
+            if layer + 1 == layers {
                 // While the device is busy.
-                self.pool.make_room();
+                decider.make_room();
             }
             // All layers, whatever happened in one: the device waits in each.
-            let cpu = (&mut self.cpu, self.pool.residency());
+            let cpu = (&mut self.cpu, decider.pool.residency());
             failed = failed.and(self.handoff.serve(&self.cuda, cpu, layer, tokens, self.sizes.top_k));
             if failed.is_ok() {
-                let (ids, arrived) = (self.handoff.take_ids(), self.arrived());
-                self.chosen(layer, &ids, arrived);
-                if matches!(self.together, Together::First(_)) && self.admissions.is_some() {
-                    self.taken_in.chosen.push((ids.clone(), arrived));
-                }
-                self.handoff.give_back(ids);
+                decider.chosen((layer, layers), self.handoff.ids());
             }
         }
         self.cpu.end_step(tokens, begun);
-        self.pool.turn();
+        decider.pool.turn();
         failed
     }
 
     fn between_passes(&mut self) -> Result<()> {
-        self.together.tell(self.come + self.admissions.as_ref().map_or(0, |admissions| admissions.sender.come()));
-        let arrived = self.arrived();
-        let taken_in = std::mem::take(&mut self.taken_in);
-        let turn = self.together.turn(|| Turn { arrived, ..taken_in });
-        let arrived = match (turn?, &self.together) {
-            (Some(turn), Together::Other { .. }) => {
-                for (layer, (ids, arrived)) in turn.chosen.iter().enumerate() {
-                    if layer + 1 == turn.chosen.len() {
-                        self.pool.make_room();
-                    }
-                    self.chosen(layer, ids, *arrived);
-                }
-                if !turn.chosen.is_empty() {
-                    self.pool.turn();
-                }
-                turn.arrived
-            }
-            _ => arrived,
-        };
-        if let Some(admissions) = &mut self.admissions {
-            admissions.sender.take(arrived);
-            admissions.sender.show();
-        }
-        self.come += arrived;
-        self.pool.arrived(arrived);
-        if !self.pool.moved().is_empty() {
-            self.residents.update(self.pool.residency(), self.pool.moved());
-            self.pool.moved().iter().for_each(|&(layer, _)| self.ring.forget(layer));
-            self.pool.written();
+        let moves = self.together.turn()?;
+        if !moves.is_empty() {
+            self.residents.update(self.together.residency(), &moves);
+            moves.iter().for_each(|moved| self.ring.forget(moved.layer));
         }
         match &mut self.learning {
             Some(learning) => learning.pass(&self.cuda, self.sizes.top_k),
@@ -666,13 +604,9 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     }
 
     fn traffic(&self) -> Traffic {
-        let admitted = self.admissions.as_ref().map_or(0, |admissions| admissions.sender.copied_bytes());
-        Traffic {
-            link: self.ring.copied_bytes() + admitted + self.copied_beside(),
-            vram: self.vram_bytes,
-            choices: self.pool.choices(),
-            ..ExpertExecutor::traffic(&self.cpu)
-        }
+        let Traffic { link, vram, choices, .. } = self.together.traffic();
+        let link = link + self.ring.copied_bytes() + self.copied_beside();
+        Traffic { link, vram, choices, ..ExpertExecutor::traffic(&self.cpu) }
     }
 
     fn resident(&self) -> usize {

@@ -24,7 +24,7 @@
 //! with choices at random, one expert a step still comes, so that a change is seen.
 
 use super::Choices;
-use super::residency::{Place, Residency};
+use super::residency::{Move, Place, Residency};
 
 /// Steps after which a choice counts half, and within which a copy must pay.
 const WINDOW: u32 = 32;
@@ -70,7 +70,6 @@ pub struct Pool {
     class_of: Vec<usize>,       // [layers]
     wanted: Vec<(usize, u16)>,  // experts that were missing in this step or the last, by layer
     on_the_way: Vec<Admission>, // in the order in which they come
-    moved: Vec<(usize, u16)>,   // experts that came or went since the device's table was written
     step: u32,
     sent: usize, // in this step
     came: Reads,
@@ -167,7 +166,6 @@ impl Pool {
             class_of,
             wanted: Vec::with_capacity(WANTED),
             on_the_way: Vec::new(),
-            moved: Vec::new(),
             step: WINDOW + 1, // nothing has moved within it
             sent: 0,
             // As if it paid: the first steps tell.
@@ -189,14 +187,9 @@ impl Pool {
         self.choices
     }
 
-    /// The experts that came or went since [`written`](Pool::written).
-    pub fn moved(&self) -> &[(usize, u16)] {
-        &self.moved
-    }
-
-    /// The device's table has all that moved.
-    pub fn written(&mut self) {
-        self.moved.clear();
+    /// What came and left since the last call.
+    pub fn take_moves(&mut self) -> Vec<Move> {
+        self.residency.take_moves()
     }
 
     /// Takes in what a layer's tokens chose. `send` is given the experts that are to be sent on their way.
@@ -230,7 +223,6 @@ impl Pool {
                 // Its bytes are still there.
                 let (slot, ..) = class.room.remove(own);
                 self.residency.enter(layer, expert as u16, slot as usize);
-                self.moved.push((layer, expert as u16));
                 continue;
             }
             // One that comes is not wanted again, nor one whose slot `make_room` has given back since the step began:
@@ -281,7 +273,6 @@ impl Pool {
     pub fn arrived(&mut self, n: usize) {
         for Admission { layer, expert, slot } in self.on_the_way.drain(..n) {
             self.residency.enter(layer, expert, slot);
-            self.moved.push((layer, expert));
             let used = &mut self.uses[layer * self.experts + expert as usize];
             (used.comes, used.last, used.moved) = (false, Moved::Came, self.step);
             self.came.moves += 1.0;
@@ -299,14 +290,13 @@ impl Pool {
     /// Takes out slots for the next step.
     pub fn make_room(&mut self) {
         let pays = self.pays();
-        let Self { residency, experts, uses, classes, moved, step, worth, scored, .. } = self;
+        let Self { residency, experts, uses, classes, step, worth, scored, .. } = self;
         for class in classes {
             let filled = (class.given - class.room.len()) as f32;
             class.wanted = filled.max(0.9 * class.wanted + 0.1 * filled);
             let all_filled = class.room.is_empty();
             for (slot, layer, expert) in class.room.drain(..) {
                 residency.enter(layer, expert, slot as usize);
-                moved.push((layer, expert));
             }
             // Some more than were filled, so that the number can grow.
             let more = if all_filled { 0.5 } else { 0.125 };
@@ -332,7 +322,6 @@ impl Pool {
                 let (layer, expert) = residency.in_slot(slot as usize).expect("only those were scored");
                 residency.leave(layer, expert);
                 class.room.push((slot, layer, expert));
-                moved.push((layer, expert));
             }
         }
     }
@@ -370,7 +359,7 @@ mod tests {
             pool.make_room();
             let n = pool.on_the_way.len();
             pool.arrived(n);
-            pool.written();
+            pool.take_moves();
             let held = (0..pool.residency().slots()).filter(|&slot| pool.residency().in_slot(slot).is_some()).count();
             let room: usize = pool.classes.iter().map(|class| class.room.len()).sum();
             assert_eq!(held + room, LAYERS * slots, "a slot was lost");
@@ -436,7 +425,7 @@ mod tests {
             }
             pool.turn();
             pool.arrived(arrived);
-            pool.written();
+            pool.take_moves();
         }
         assert!(pool.choices().hits > 0 && pool.choices().misses > 0);
     }

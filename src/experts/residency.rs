@@ -11,11 +11,23 @@ pub enum Place {
     OnHolder,
 }
 
+/// An expert that came into VRAM, or left it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Counted among MoE layers.
+    pub layer: usize,
+    /// The expert.
+    pub expert: u16,
+    /// Where it came to; `None`: it left.
+    pub to: Option<usize>,
+}
+
 /// The place of each expert of each layer. Slots of VRAM are numbered over all layers.
 #[derive(Clone, Debug)]
 pub struct Residency {
     layers: Vec<Layer>,
     slots: Vec<Option<(usize, u16)>>, // the layer and expert in each
+    moves: Vec<Move>,
 }
 
 #[derive(Clone, Debug)]
@@ -31,7 +43,7 @@ impl Residency {
     /// The first `slots` experts of each layer's order are in VRAM: of layer 0, then of layer 1. The next `on_holders`
     /// are on other GPUs.
     pub fn new(orders: impl IntoIterator<Item = Vec<u16>>, slots: usize, on_holders: usize) -> Self {
-        let mut residency = Self { layers: Vec::new(), slots: Vec::new() };
+        let mut residency = Self { layers: Vec::new(), slots: Vec::new(), moves: Vec::new() };
         for mut order in orders {
             assert!(
                 slots + on_holders <= order.len(),
@@ -111,6 +123,7 @@ impl Residency {
     pub fn leave(&mut self, layer: usize, expert: u16) -> usize {
         let Place::Vram(slot) = self.place(layer, expert) else { panic!("only an expert in VRAM leaves it") };
         self.slots[slot] = None;
+        self.moves.push(Move { layer, expert, to: None });
         let layer = &mut self.layers[layer];
         layer.in_vram -= 1;
         layer.swap(expert, layer.in_vram);
@@ -121,10 +134,31 @@ impl Residency {
     pub fn enter(&mut self, layer: usize, expert: u16, slot: usize) {
         assert!(self.slots[slot].is_none() && self.place(layer, expert) == Place::Ram);
         self.slots[slot] = Some((layer, expert));
+        self.moves.push(Move { layer, expert, to: Some(slot) });
         let layer = &mut self.layers[layer];
         layer.swap(expert, layer.in_vram);
         layer.in_vram += 1;
         layer.slot[expert as usize] = slot as u32;
+    }
+
+    /// What came and left, in this order, since the last [`take_moves`](Residency::take_moves).
+    pub fn moves(&self) -> &[Move] {
+        &self.moves
+    }
+
+    /// The same, which is forgotten then.
+    pub fn take_moves(&mut self) -> Vec<Move> {
+        std::mem::take(&mut self.moves)
+    }
+
+    /// Does what another one, equal to this, has done: they are equal again, the orders of layers as well.
+    pub fn follow(&mut self, moves: &[Move]) {
+        for &Move { layer, expert, to } in moves {
+            match to {
+                Some(slot) => self.enter(layer, expert, slot),
+                None => drop(self.leave(layer, expert)),
+            }
+        }
     }
 }
 
@@ -141,6 +175,7 @@ impl Layer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernel::random::Random;
 
     #[test]
     fn an_expert_leaves_its_slot_to_one_of_any_layer() {
@@ -155,6 +190,30 @@ mod tests {
         assert_eq!(residency.in_vram(1), [0, 1, 3]);
         assert_eq!(places(&residency, 1), [Place::Vram(2), Place::Vram(3), Place::Ram, Place::Vram(0)]);
         assert_eq!(residency.in_slot(0), Some((1, 3)));
+    }
+
+    #[test]
+    fn another_one_follows() {
+        let mut random = Random(3);
+        let mut first = Residency::new([(0..8).collect(), (0..8).collect()], 3, 1);
+        let mut other = first.clone();
+        for _ in 0..200 {
+            for _ in 0..random.bits() % 4 {
+                let (slot, layer) = (random.bits() as usize % first.slots(), random.bits() as usize % 2);
+                let missing = first.in_ram(layer)[random.bits() as usize % first.in_ram(layer).len()];
+                if let Some((layer, expert)) = first.in_slot(slot) {
+                    first.leave(layer, expert);
+                } else {
+                    first.enter(layer, missing, slot);
+                }
+            }
+            other.follow(first.moves());
+            assert_eq!(first.take_moves(), other.take_moves());
+            let all = |residency: &Residency| {
+                [0, 1].map(|layer| (residency.in_vram(layer).to_vec(), residency.not_in_vram(layer).to_vec()))
+            };
+            assert_eq!(all(&first), all(&other));
+        }
     }
 
     #[test]

@@ -2,22 +2,24 @@
 //! (kernels/pool.cu) in a branch of its own.
 //!
 //! ```text
-//! host      writes an expert's runs into the ring, and shows how many there are
-//! device    fetch takes the count along, or admit_limit; admit copies up to it and counts what has come
+//! host      Way      writes an expert's runs into the ring, and shows how many there are
+//! device    Branch   fetch takes the count along, or admit_limit; admit copies up to it and counts what has come
 //! ```
 //!
-//! One thread may send while another enqueues, and that may be a thread of another process.
+//! One thread may send while another enqueues, and that may be of another rank, or of another process.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::parts::Parts;
+use super::residents::Slots;
 use crate::Result;
 use crate::cuda::kernels::RunsToCopy;
 use crate::cuda::kernels::pool::RING_RUNS;
 use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, kernels, launch};
 use crate::experts::mailbox::LINE;
+use crate::experts::pool::Admission;
 
 /// Blocks that copy. What they have asked for, 32 KB each, stands in front of what `fetch` asks for: with 16 blocks a
 /// step took three times as long as with 2, and copies by another thread's copy engine cost more as well (H200).
@@ -61,23 +63,26 @@ impl Buffers {
     }
 }
 
-/// The host's side: experts on their way to a device.
-pub(super) struct Sender {
+/// The host's side: experts on their way to one device.
+pub(super) struct Way {
+    parts: Arc<Parts>, // of every expert, which the device's kernels can copy
+    slots: Slots,
+    to: Address<u8>, // where the slots begin
     road: Road,
     runs: u32,           // that were written
     ends: VecDeque<u32>, // of each expert on its way: `runs` after its last one
-    copied_bytes: u64,   // since the start, of all ranks together
 }
 
-impl Sender {
-    pub(super) fn new(road: Road) -> Self {
-        Self { road, runs: 0, ends: VecDeque::new(), copied_bytes: 0 }
+impl Way {
+    /// To slots that begin at `to`. `parts` [are for kernels](Parts::are_for_kernels) of that device.
+    pub(super) fn new(parts: Arc<Parts>, slots: Slots, to: Address<u8>, road: Road) -> Self {
+        Self { parts, slots, to, road, runs: 0, ends: VecDeque::new() }
     }
 
-    /// Sends an expert of `layer` to where `to` begins, once it is [shown](Sender::show). `parts` are of the device,
-    /// and [its kernels can copy them](Parts::are_for_kernels).
-    pub(super) fn send(&mut self, parts: &Parts, (layer, expert): (usize, u16), to: Address<u8>) {
-        let Self { road, runs: written, ends, copied_bytes } = self;
+    /// Sends an expert, once it is [shown](Way::show).
+    pub(super) fn send(&mut self, Admission { layer, expert, slot }: Admission) {
+        let Self { parts, slots, to, road, runs: written, ends } = self;
+        let to = to.add(slots.at(slot));
         parts.each(layer, expert as usize, |offset, runs| {
             let RunsToCopy { to, from, bytes, count, from_pitch, to_pitch } =
                 parts.for_kernels(&runs, to.add(offset)).expect("all experts are pinned");
@@ -86,7 +91,6 @@ impl Sender {
             road.ring[at..at + 4].copy_from_slice(&[to, from, both(bytes, count), both(from_pitch, to_pitch)]);
             *written = written.wrapping_add(1);
         });
-        *copied_bytes += parts.whole_bytes(layer) as u64;
         ends.push_back(*written);
     }
 
@@ -104,11 +108,6 @@ impl Sender {
     /// Forgets the first `n` of those that have come.
     pub(super) fn take(&mut self, n: usize) {
         self.ends.drain(..n);
-    }
-
-    /// Bytes that were sent since the start.
-    pub(super) fn copied_bytes(&self) -> u64 {
-        self.copied_bytes
     }
 }
 
@@ -163,19 +162,5 @@ impl Branch {
     /// Lets `stream` wait for all copies of the step.
     pub(super) fn join(&self, cuda: &Cuda, stream: &CudaStream) {
         cuda.wait(stream, &self.admitted);
-    }
-}
-
-/// Both sides, of one thread.
-pub(super) struct Admissions {
-    pub(super) branch: Branch, // first: its kernels use what `sender` has
-    pub(super) sender: Sender,
-}
-
-impl Admissions {
-    /// Of experts that [kernels can copy](Parts::are_for_kernels).
-    pub(super) fn new(cuda: &Arc<Cuda>, (road, buffers): (Road, Buffers)) -> Result<Self> {
-        let branch = Branch::new(cuda, &road, buffers)?;
-        Ok(Self { branch, sender: Sender::new(road) })
     }
 }

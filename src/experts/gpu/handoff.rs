@@ -139,13 +139,9 @@ impl Handoff {
         fetch(cuda, &self.outbox, at, limit, Address::NULL, out);
     }
 
-    /// What the tokens that were served last have chosen, `[tokens, top_k]`. The room is to be given back.
-    pub(super) fn take_ids(&mut self) -> Vec<i32> {
-        std::mem::take(&mut self.routing.ids)
-    }
-
-    pub(super) fn give_back(&mut self, ids: Vec<i32>) {
-        self.routing.ids = ids;
+    /// What the tokens that were served last have chosen, `[tokens, top_k]`.
+    pub(super) fn ids(&self) -> &[i32] {
+        &self.routing.ids
     }
 
     /// The CPU's part of one layer, once its hidden states have come, but for what `residency` says other GPUs hold.

@@ -29,19 +29,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use half::bf16;
 
 use super::FEW_TOKENS;
-use super::admissions::{self, Branch, Limit, Sender, ends_within};
+use super::admissions::{self, Branch, Limit, Way};
 use super::board::Board;
 use super::parts::Parts;
 use super::products::{Choices, Products, Sink};
 use super::prompts::{MAX_EXPERTS, MAX_PAIRS, products};
 use super::residents::Slots;
+use super::together::Decider;
 use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, Registered, kernels, launch};
 use crate::experts;
-use crate::experts::pool::{Admission, LayerChoices, Pool};
+use crate::experts::ExpertShape;
 use crate::experts::popularity::Popularity;
-use crate::experts::residency::{Place, Residency};
+use crate::experts::residency::{Move, Place, Residency};
 use crate::experts::service::{DeviceTokens, ExpertService, RowType, ServedLayer};
-use crate::experts::{ExpertMemory, ExpertShape};
 use crate::model::Share;
 use crate::{Error, Result};
 
@@ -108,18 +108,11 @@ struct Passing {
 
 /// Which experts are held.
 struct Changing {
-    pool: Pool,
+    decider: Decider,
     board: Board,
-    ranks: Vec<Side>, // all
-    ids: Vec<i32>,    // of the batch that is served
-    version: u32,     // of the places that were written last
-}
-
-/// A rank, as the first one's owner sees it.
-struct Side {
-    parts: Parts, // whose regions its device sees, once it has come
-    slots: Slots,
-    way: Option<(Sender, Address<u8>)>, // to where its slots begin; `None`: it has not come yet, or nothing comes
+    to_meet: Vec<(Parts, Slots)>, // of each rank, until all have come
+    ids: Vec<i32>,                // of the batch that is served
+    version: u32,                 // of the places that were written last
 }
 
 /// The most bytes that one expert of every layer has on a rank. Errors: as [`ExpertShape::part`].
@@ -213,7 +206,7 @@ impl HeldExperts {
             )));
         }
         let mut board = Board::new(cuda, (share, first), (layers * experts, memory.regions().len()), held)?;
-        let pool = (share.rank == 0).then(|| {
+        let decider = (share.rank == 0).then(|| {
             let popularity = Popularity::of(memory.cache());
             let orders = (0..layers).map(|layer| {
                 let mut order = popularity.order(layer);
@@ -224,7 +217,7 @@ impl HeldExperts {
             board.places.iter_mut().enumerate().for_each(|(i, place)| {
                 *place = place_of(&residency, i / experts, (i % experts) as u16);
             });
-            Pool::new(residency, experts, &parts.kinds())
+            Decider::new(residency, &memory.shape())
         });
         let slots = Slots::new(shape, held);
         let bytes = DeviceBuffer::new(cuda, slots.bytes())?;
@@ -271,11 +264,16 @@ impl HeldExperts {
             agreed,
             branch,
             passing: Mutex::default(),
-            host: match pool {
-                Some(pool) => {
-                    let ranks = (0..share.of).map(|rank| Side::new(memory, Share { rank, of: share.of }, held));
-                    let ranks = ranks.collect::<Result<_>>()?;
-                    Host::First(Box::new(Mutex::new(Changing { pool, board, ranks, ids: Vec::new(), version: 0 })))
+            host: match decider {
+                Some(decider) => {
+                    let of_rank = |rank| {
+                        let parts = Parts::new(memory.clone(), Share { rank, of: share.of }, &[])?;
+                        let slots = Slots::new(parts.shape(), held);
+                        Ok((parts, slots))
+                    };
+                    let to_meet = (0..share.of).map(of_rank).collect::<Result<_>>()?;
+                    let changing = Changing { decider, board, to_meet, ids: Vec::new(), version: 0 };
+                    Host::First(Box::new(Mutex::new(changing)))
                 }
                 None => Host::Other { _board: board },
             },
@@ -315,7 +313,7 @@ impl HeldExperts {
     /// Experts of each layer that it has room for, and choices so far, which the first rank counts.
     pub fn state(&self) -> (usize, experts::Choices) {
         match &self.host {
-            Host::First(changing) => (self.held, lock(changing).pool.choices()),
+            Host::First(changing) => (self.held, lock(changing).decider.pool.choices()),
             Host::Other { .. } => (self.held, experts::Choices::default()),
         }
     }
@@ -462,76 +460,40 @@ impl HeldExperts {
         if changes {
             changing.meet();
         }
-        changing.chosen(layer);
         let last = self.last.load(Ordering::Relaxed);
-        if layer == last || ends_within(layer, last + 1) {
-            changing.senders().for_each(|sender| sender.show());
-        }
+        changing.decider.chosen((layer, last + 1), &changing.ids);
         if layer == last {
-            changing.turn(changes);
+            changing.turn();
         }
     }
 }
 
 impl Changing {
-    /// Opens the way to ranks that have come.
+    /// Opens the way to all ranks, which have come.
     fn meet(&mut self) {
-        for (rank, side) in self.ranks.iter_mut().enumerate().filter(|(_, side)| side.way.is_none()) {
-            let (road, slots, regions) = self.board.way_to(rank);
-            side.parts.see_at(regions);
-            side.way = Some((Sender::new(road), slots));
+        for (rank, (mut parts, slots)) in self.to_meet.drain(..).enumerate() {
+            let (road, begin, regions) = self.board.way_to(rank);
+            parts.see_at(regions);
+            self.decider.add(Some(Way::new(Arc::new(parts), slots, begin, road)));
         }
-    }
-
-    fn senders(&mut self) -> impl Iterator<Item = &mut Sender> {
-        self.ranks.iter_mut().filter_map(|side| side.way.as_mut()).map(|(sender, _)| sender)
-    }
-
-    /// Of the experts on their way, how many have come to all ranks.
-    fn arrived(&mut self) -> usize {
-        self.senders().map(|sender| sender.come()).min().unwrap_or(0)
-    }
-
-    fn chosen(&mut self, layer: usize) {
-        let arrived = self.arrived();
-        let Self { pool, ranks, ids, .. } = self;
-        pool.chosen(LayerChoices { layer, ids, arrived }, |Admission { layer, expert, slot }| {
-            for Side { parts, slots, way } in &mut *ranks {
-                if let Some((sender, to)) = way {
-                    sender.send(parts, (layer, expert), to.add(slots.at(slot)));
-                }
-            }
-        });
     }
 
     /// Ends a pass: where experts are in those that follow.
-    fn turn(&mut self, changes: bool) {
-        self.pool.turn();
-        if !changes {
+    fn turn(&mut self) {
+        let Self { decider, board, version, .. } = self;
+        decider.pool.turn();
+        decider.make_room();
+        let moves = decider.arrive();
+        if moves.is_empty() {
             return;
         }
-        self.pool.make_room();
-        let arrived = self.arrived();
-        self.senders().for_each(|sender| sender.take(arrived));
-        let Self { pool, board, version, .. } = self;
-        pool.arrived(arrived);
-        if pool.moved().is_empty() {
-            return;
+        let residency = decider.pool.residency();
+        let experts = board.places.len() / residency.layers();
+        for Move { layer, expert, .. } in moves {
+            board.places[layer * experts + expert as usize] = place_of(residency, layer, expert);
         }
-        let experts = board.places.len() / pool.residency().layers();
-        for &(layer, expert) in pool.moved() {
-            board.places[layer * experts + expert as usize] = place_of(pool.residency(), layer, expert);
-        }
-        pool.written();
         *version = version.wrapping_add(1);
         board.publish(*version);
-    }
-}
-
-impl Side {
-    fn new(memory: &Arc<ExpertMemory>, share: Share, held: usize) -> Result<Self> {
-        let parts = Parts::new(memory.clone(), share, &[])?;
-        Ok(Self { slots: Slots::new(parts.shape(), held), parts, way: None })
     }
 }
 

@@ -95,13 +95,6 @@ impl Parts {
         self.share
     }
 
-    /// By layer, equal numbers where experts are of one size, on every rank.
-    pub(super) fn kinds(&self) -> Vec<usize> {
-        let layouts = self.memory.cache().layouts();
-        let kind = |of: &ExpertLayout| layouts.iter().position(|layout| layout == of).expect("one of them");
-        layouts.iter().map(kind).collect()
-    }
-
     /// Enqueues the copies of some experts, in ascending order, which come to lie one after the other.
     ///
     /// A part of an expert is in many pieces. A copy engine takes microseconds to begin with another one, so it copies

@@ -8,9 +8,10 @@ use super::parts::Parts;
 use crate::Result;
 use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer};
 use crate::experts::ExpertShape;
-use crate::experts::residency::{Place, Residency};
+use crate::experts::residency::{Move, Place, Residency};
 
 /// Where slots of VRAM lie.
+#[derive(Clone)]
 pub(super) struct Slots {
     of_layer: usize,             // as many experts of each layer as they are large enough for
     layers: Vec<(usize, usize)>, // where those of each begin, and bytes of one
@@ -116,9 +117,14 @@ impl Residents {
         (0..self.experts as u16).map(move |expert| self.address_of(residency, layer, expert))
     }
 
-    /// Brings what changed to the tables, before the next pass in the compute stream.
-    pub(super) fn update(&mut self, residency: &Residency, moved: &[(usize, u16)]) {
-        for &(layer, expert) in moved {
+    /// The slots, and where they begin.
+    pub(super) fn slots(&self) -> (Slots, Address<u8>) {
+        (self.slots.clone(), self.bytes.address())
+    }
+
+    /// Brings what moved to the tables, before the next pass in the compute stream.
+    pub(super) fn update(&mut self, residency: &Residency, moved: &[Move]) {
+        for &Move { layer, expert, .. } in moved {
             self.staged[layer * self.experts + expert as usize] = self.address_of(residency, layer, expert);
             self.marked[layer] = None;
         }

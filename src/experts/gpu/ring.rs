@@ -192,7 +192,7 @@ impl GpuExperts {
         let ExpertRun { layer, ranks } = part.clone();
         let with_residents = ranks.start == 0;
         let mut experts: Vec<usize> =
-            self.pool.residency().not_in_vram(layer)[ranks].iter().map(|&e| e as usize).collect();
+            self.together.residency().not_in_vram(layer)[ranks].iter().map(|&e| e as usize).collect();
         experts.sort_unstable();
         self.copy(half, layer, &experts, with_residents)?;
         self.ring.holds[half] = Some(part);
@@ -206,7 +206,7 @@ impl GpuExperts {
             self.cpu.check_layer(layer)?; // of all ranks: a damaged expert ends the pass
         }
         let table = match with_residents {
-            true => self.residents.addresses(self.pool.residency(), layer).collect(),
+            true => self.residents.addresses(self.together.residency(), layer).collect(),
             false => vec![0; self.experts()],
         };
         self.ring.copy(&self.parts, half, (layer, experts), table);
@@ -216,12 +216,12 @@ impl GpuExperts {
     /// Streams experts of a layer and computes `y` with them and with the residents. `counted`: choices already are.
     pub(super) fn stream(&mut self, streamed: usize, input: &LayerInput<'_>, counted: bool) -> Result<()> {
         let layer = input.layer;
-        let is_last = layer + 1 == self.pool.residency().layers();
+        let is_last = layer + 1 == self.together.residency().layers();
         let tokens = input.routing.tokens();
         let of_next = if is_last { 0 } else { self.crossing(tokens, layer + 1).own };
         if !is_last {
             // From the file while this layer's cross.
-            let next = &self.pool.residency().in_ram(layer + 1)[..self.streamed(tokens, layer + 1)];
+            let next = &self.together.residency().in_ram(layer + 1)[..self.streamed(tokens, layer + 1)];
             self.memory.want(layer + 1, next.iter().map(|&expert| expert as usize));
         }
         let mut parts = self.ring.parts(layer, streamed);
@@ -249,7 +249,7 @@ impl GpuExperts {
         let mut ids = Vec::new();
         input.routing.read_ids(&mut ids)?;
         let chosen: HashSet<i32> = ids.into_iter().collect();
-        let candidates = &self.pool.residency().not_in_vram(layer)[..streamed];
+        let candidates = &self.together.residency().not_in_vram(layer)[..streamed];
         let mut experts: Vec<usize> =
             candidates.iter().filter(|&&e| chosen.contains(&i32::from(e))).map(|&e| e as usize).collect();
         experts.sort_unstable();

@@ -1,118 +1,176 @@
-//! The pools of several ranks, which are equal: each takes in what the first one's did, in the same order, between the
-//! same two passes.
+//! Which experts are in VRAM, the same ones on all ranks: the first one decides.
 //!
 //! ```text
-//! first    in a step      its pool takes in a layer's choices, and what had come by then everywhere
-//!          before a pass  tells the others of that, and which experts all find from now on
-//! others   before a pass  their pools take in the same; what they send is copied in the step that follows
+//! first    in a step      its pool takes in a layer's choices, and sends missing experts on their way to all ranks
+//!          before a pass  finds what has come everywhere, and tells the others what moved
+//! others   in a step      their devices copy what was sent to them
+//!          before a pass  move the same
 //! ```
+//!
+//! A step's logits are computed by all ranks, so none of them is still in it when the first one begins another.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
+use moebius_cache::pack::ExpertLayout;
+
+use super::admissions::{Way, ends_within};
+use crate::experts::pool::{LayerChoices, Pool};
+use crate::experts::residency::{Move, Residency};
+use crate::experts::{ExpertShape, Traffic};
 use crate::{Error, Result};
 
-/// What the first rank's pool took in from one pass to the next.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Turn {
-    /// Of a step of decode: each layer's choices, and how many experts on their way had come.
-    pub(super) chosen: Vec<(Vec<i32>, usize)>,
-    /// Experts on their way that all find from now on.
-    pub(super) arrived: usize,
+/// Decides which experts are in VRAM.
+pub(super) struct Decider {
+    pub(super) pool: Pool,
+    bytes: Vec<u64>, // [layers]: of an expert, of all ranks together
+    ways: Vec<Way>,  // to each rank; none: the experts in VRAM stay as they were at the start
+    is_closed: bool, // to one of the ranks there is no way
+    sent: u64,       // bytes that came into VRAM, since the start
+    read: u64,       // bytes of experts in VRAM that were chosen, since the start
 }
 
-/// What a rank is to the others.
-#[derive(Default)]
+impl Decider {
+    /// Of whole experts. Ranks are to be added.
+    pub(super) fn new(residency: Residency, shape: &ExpertShape) -> Self {
+        let kind = |of: &ExpertLayout| shape.layouts.iter().position(|layout| layout == of).expect("one of them");
+        let kinds: Vec<usize> = shape.layouts.iter().map(kind).collect();
+        Self {
+            pool: Pool::new(residency, shape.experts, &kinds),
+            bytes: shape.layouts.iter().map(|layout| layout.bytes() as u64).collect(),
+            ways: Vec::new(),
+            is_closed: false,
+            sent: 0,
+            read: 0,
+        }
+    }
+
+    /// Adds a rank. Where there is no way to it, nothing comes to any.
+    pub(super) fn add(&mut self, way: Option<Way>) {
+        self.is_closed |= way.is_none();
+        self.ways.extend(way);
+        if self.is_closed {
+            self.ways.clear();
+        }
+    }
+
+    /// Whether experts come and go.
+    pub(super) fn changes(&self) -> bool {
+        !self.ways.is_empty()
+    }
+
+    /// Of the experts on their way, how many have come to all ranks.
+    fn come(&self) -> usize {
+        self.ways.iter().map(Way::come).min().unwrap_or(0)
+    }
+
+    /// Takes in what was chosen in a layer of so many, and sends experts on their way.
+    pub(super) fn chosen(&mut self, (layer, layers): (usize, usize), ids: &[i32]) {
+        let choices = LayerChoices { layer, ids, arrived: self.come() };
+        let Self { pool, ways, bytes, sent, read, .. } = self;
+        let before = pool.choices().hits;
+        pool.chosen(choices, |admission| {
+            *sent += bytes[admission.layer];
+            ways.iter_mut().for_each(|way| way.send(admission));
+        });
+        *read += (pool.choices().hits - before) * bytes[layer];
+        if ends_within(layer, layers) {
+            ways.iter().for_each(Way::show);
+        }
+    }
+
+    /// Takes out slots for the next step.
+    pub(super) fn make_room(&mut self) {
+        if self.changes() {
+            self.pool.make_room();
+        }
+    }
+
+    /// Between two passes: what has come to all ranks is found from now on. Returns what moved since the last call.
+    pub(super) fn arrive(&mut self) -> Vec<Move> {
+        let come = self.come();
+        for way in &mut self.ways {
+            way.take(come);
+            way.show();
+        }
+        self.pool.arrived(come);
+        self.pool.take_moves()
+    }
+}
+
+/// What a rank knows of where experts are.
 pub(super) enum Together {
-    /// There are none, or nothing comes beside a step.
-    #[default]
-    Alone,
-    /// It decides for these.
-    First(Vec<Other>),
-    /// It does what the first one did.
+    /// It is the first one, or alone.
+    First {
+        /// Decides for all.
+        decider: Box<Decider>,
+        /// To each of the others, what moved.
+        others: Vec<Sender<Arc<[Move]>>>,
+    },
+    /// It does what the first one decides.
     Other {
+        /// As far as it was told.
+        residency: Residency,
         /// From the first one, before each pass.
-        turns: Receiver<Arc<Turn>>,
-        /// For the first one: experts that have come since the start.
-        come: Arc<AtomicUsize>,
+        moves: Receiver<Arc<[Move]>>,
     },
 }
 
-/// Another rank, as the first one sees it.
-pub(super) struct Other {
-    turns: Sender<Arc<Turn>>,
-    come: Arc<AtomicUsize>,
-}
-
 impl Together {
-    /// The first rank's way to one more, and that one's.
+    /// The first rank's, which is to be [added](Together::add) itself.
+    pub(super) fn first(decider: Decider) -> Self {
+        Together::First { decider: Box::new(decider), others: Vec::new() }
+    }
+
+    /// [Adds](Decider::add) a rank. Panics: this is not the first one's (a bug).
+    pub(super) fn add(&mut self, way: Option<Way>) {
+        let Together::First { decider, .. } = self else { panic!("the first rank decides") };
+        decider.add(way);
+    }
+
+    /// What the first one knows of it: bytes that crossed links, bytes that were read in VRAM, choices.
+    pub(super) fn traffic(&self) -> Traffic {
+        match self {
+            Together::First { decider, .. } => {
+                let Decider { pool, sent, read, .. } = &**decider;
+                Traffic { link: *sent, vram: *read, choices: pool.choices(), ..Traffic::default() }
+            }
+            Together::Other { .. } => Traffic::default(),
+        }
+    }
+
+    /// Where every expert is.
+    pub(super) fn residency(&self) -> &Residency {
+        match self {
+            Together::First { decider, .. } => decider.pool.residency(),
+            Together::Other { residency, .. } => residency,
+        }
+    }
+
+    /// Another rank's, beside this first one. Panics: this is none, or experts have moved (a bug).
     pub(super) fn with_another(&mut self) -> Self {
-        let ((to_other, turns), come) = (channel(), Arc::new(AtomicUsize::new(0)));
-        let other = Other { turns: to_other, come: come.clone() };
-        match self {
-            Together::First(others) => others.push(other),
-            _ => *self = Together::First(vec![other]),
-        }
-        Together::Other { turns, come }
+        let Together::First { decider, others } = self else { panic!("the first rank decides") };
+        let ((to_other, moves), residency) = (channel(), decider.pool.residency().clone());
+        assert!(residency.moves().is_empty());
+        others.push(to_other);
+        Together::Other { residency, moves }
     }
 
-    /// Of experts that have come since the start, those that have come to all ranks, as far as the first one knows.
-    pub(super) fn come(&self, own: usize) -> usize {
+    /// What moved before a pass, the same on all ranks. Errors: the first one is gone.
+    pub(super) fn turn(&mut self) -> Result<Arc<[Move]>> {
         match self {
-            Together::First(others) => {
-                others.iter().map(|other| other.come.load(Ordering::Acquire)).min().map_or(own, |least| own.min(least))
-            }
-            _ => own,
-        }
-    }
-
-    /// Tells the first rank how many have come since the start.
-    pub(super) fn tell(&self, own: usize) {
-        if let Together::Other { come, .. } = self {
-            come.store(own, Ordering::Release);
-        }
-    }
-
-    /// The turn before a pass: `own` on the first rank, which tells the others; theirs is the first one's. Errors: the
-    /// first one is gone.
-    pub(super) fn turn(&self, own: impl FnOnce() -> Turn) -> Result<Option<Arc<Turn>>> {
-        match self {
-            Together::Alone => Ok(None),
-            Together::First(others) => {
-                let turn = Arc::new(own());
+            Together::First { decider, others } => {
+                let moves: Arc<[Move]> = decider.arrive().into();
                 // One that has ended says so itself.
-                others.iter().for_each(|other| drop(other.turns.send(turn.clone())));
-                Ok(Some(turn))
+                others.iter().for_each(|other| drop(other.send(moves.clone())));
+                Ok(moves)
             }
-            Together::Other { turns, .. } => {
-                turns.recv().map(Some).map_err(|_| Error::Device("the first of several GPUs has ended".into()))
+            Together::Other { residency, moves } => {
+                let moved = moves.recv().map_err(|_| Error::Device("the first of several GPUs has ended".into()))?;
+                residency.follow(&moved);
+                residency.take_moves();
+                Ok(moved)
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn others_hear_what_the_first_decided() {
-        let mut first = Together::default();
-        assert!(first.come(2) == 2 && first.turn(|| panic!("nobody hears")).unwrap().is_none());
-        let others = [first.with_another(), first.with_another()];
-        assert_eq!(first.come(5), 0);
-        others[0].tell(3);
-        others[1].tell(4);
-        assert_eq!((first.come(5), first.come(2)), (3, 2));
-        for arrived in [1, 2] {
-            first.turn(|| Turn { arrived, ..Turn::default() }).unwrap();
-        }
-        for other in &others {
-            let turn = || other.turn(|| panic!("the first decides")).unwrap().unwrap().arrived;
-            assert_eq!((turn(), turn()), (1, 2));
-        }
-        drop(first);
-        assert!(others[0].turn(Turn::default).is_err());
     }
 }
