@@ -343,7 +343,7 @@ def main():
     kt = ["--kt-method", "RAWINT4", "--kt-cpuinfer", str(given.kt_threads), "--kt-threadpool-count", str(nodes)]
     ours = [int4, "--resident-experts", resident, "--max-sequences", "32", "--max-context", str(MAX_CONTEXT)]
     # Two GPUs have room for twice as many.
-    twice = [*ours[:2], str(2 * given.gpu_experts), *ours[3:]]
+    twice = [*ours[:2], str(2 * given.gpu_experts), *ours[3:], "--device", "cuda:0,1"]
     starts = {
         "sglang-moebius": lambda log: Sglang(log, [*sglang, *fixed], cache),
         "sglang-pool": lambda log: Sglang(log, [*sglang, *pool], cache),
@@ -352,8 +352,8 @@ def main():
         "sglang-2-moebius-first": lambda log: Sglang(log, [*sglang, *fixed, *first], cache),
         "sglang-2-pool": lambda log: Sglang(log, [*sglang, *pool, *two], cache),
         "sglang-2-pool-first": lambda log: Sglang(log, [*sglang, *pool, *first], cache),
-        "moebius": lambda log: Moebius(log, ours, cache),
-        "moebius-2": lambda log: Moebius(log, [*twice, "--device", "cuda:0,1"], cache),
+        "moebius": lambda log: Moebius(log, [*ours, "--device", "cuda:0"], cache),
+        "moebius-2": lambda log: Moebius(log, twice, cache),
         "sglang-kt": lambda log: Sglang(
             log, [*sglang, *fixed, *kt, "--disable-prefill-cuda-graph"], kt_environment(given.kt, out / "kt-plugin")
         ),
