@@ -52,6 +52,9 @@ ANSWER_TOKENS, REQUESTS = 48, 200
 #: By how much the likeliest token must lead for every server to choose it, and how much log probabilities may differ in
 #: the mean. BF16 experts differ by the order of sums; INT4 ones are other weights.
 BOUNDS = {"BF16": (0.5, 0.05), "INT4": (4.0, 0.3)}
+#: Of the clear tokens of the conversation, for which the models were not trained, this share may be missed: SGLang's
+#: own server on two GPUs misses one of 1,067 of what it prefers on one.
+MISSED = 0.002
 
 SGLANGS_OWN = ("gpu", "gpu-tp2")
 WAYS = ("graphs", "eager", "pool", "pool-alone", "tp2", "tp2-eager", "tp2-pool")
@@ -122,12 +125,12 @@ def check(server, experts, prompts, reference):
         for place in zip(server.read(prompt, given["ids"]), given["read"])
     ]
     talk = list(zip(conversation(server, prompts, answers), reference["conversation"]))
-    for what, places in [("questions", questions), ("conversation", talk)]:
+    for what, places, share in [("questions", questions, 0.0), ("conversation", talk, MISSED)]:
         clear = [(own["top"], other["top"]) for own, other in places if other["margin"] > lead]
         missed = sum(a != b for a, b in clear)
         difference = sum(abs(own["logprob"] - other["logprob"]) for own, other in places) / len(places)
         counts[what] = dict(tokens=len(places), clear=len(clear), missed=missed, difference=round(difference, 4))
-        if missed or difference > most:
+        if missed > share * len(clear) or difference > most:
             wrong.append(f"{what}: {missed} of {len(clear)} tokens, log probabilities by {difference:.4f}")
     return counts | dict(took_s=round(time.monotonic() - start, 1)), [ids for _, ids in alone], wrong
 
