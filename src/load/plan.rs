@@ -442,10 +442,10 @@ mod gpu {
             let Self { spec, machine, .. } = self;
             let plan = gpu_plan(spec, &device.info, machine)?;
             let cpu = CpuRates::measure(spec, machine, 128)?;
-            let rates = GpuRates::of(&cpu, spec.ranks(), device.vram_bytes, device.pcie_bytes);
             let expected = |plan: &GpuPlan, spec: &Spec<'_>| {
                 let beside = plan.holders.iter().map(|holder| device.speeds[holder.number]).collect();
-                on_gpu(plan, spec, &GpuRates { beside, ..rates.clone() })
+                let rates = GpuRates::of(&cpu, spec.ranks(), device.vram_bytes, device.pcie_bytes);
+                on_gpu(plan, spec, &GpuRates { beside, ..rates })
             };
             let now = expected(&plan, spec)?;
             let part = |name, vram_bytes, ram_bytes, disk_bytes| MemoryPart { name, vram_bytes, ram_bytes, disk_bytes };
@@ -524,6 +524,17 @@ mod gpu {
                         gib(enough * step)
                     ));
                 }
+            }
+            let are_several = device.gpus.as_ref().is_some_and(|gpus| gpus.choice(plan).is_some());
+            if self.spec.ranks() == 1 && device.beside.is_empty() && !are_several {
+                let two = self.spec.on(2);
+                let plan = GpuPlan::attempt(&two, &device.info, self.machine).ok().and_then(|plan| plan.ok());
+                let then = plan.and_then(|plan| expected(&plan, &two).ok());
+                let pays = |then: &Expected| {
+                    then.decode_tok_per_s > 1.1 * now.decode_tok_per_s
+                        || then.prefill_tok_per_s > 1.1 * now.prefill_tok_per_s
+                };
+                advice.extend(then.filter(pays).map(|then| format!("with a second GPU like it, by NVLink: {then}")));
             }
             if let DenseBits::Auto | DenseBits::Bf16 = config.dense
                 && let Some((_, then)) = other(&EngineConfig { dense: DenseBits::Int8, ..config.clone() }, &device.info)
