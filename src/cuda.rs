@@ -47,6 +47,7 @@ pub(crate) use kernels::launch;
 pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered, Runs, SharedMemory, TensorMap};
 pub use rank::Rank;
 pub(crate) use rank::{ALONE, MAX_RANKS};
+use stream::Aside;
 pub use stream::{CudaEvent, CudaStream};
 
 /// The least driver that the kernels need, as `cuDriverGetVersion` counts: CUDA 13.0, driver 580.
@@ -101,6 +102,7 @@ pub struct Cuda {
     pub compute: CudaStream,
     /// Where what they will need is copied.
     pub copy: CudaStream,
+    pieces: Aside,
     /// All kernels.
     pub kernels: Kernels,
     allocated: AtomicU64,
@@ -281,6 +283,7 @@ impl Cuda {
             context,
             compute: CudaStream::new()?,
             copy: CudaStream::branch()?,
+            pieces: Aside::new()?,
             kernels,
             info,
             allocated: AtomicU64::new(0),
@@ -310,6 +313,7 @@ impl Cuda {
             context: ptr::null_mut(),
             compute: CudaStream::none(),
             copy: CudaStream::none(),
+            pieces: Aside::none(),
             kernels: Kernels::none(),
             info,
             allocated: AtomicU64::new(0),

@@ -97,6 +97,11 @@ pub trait ExpertExecutor<B: Backend>: Send {
     fn resident(&self) -> usize {
         0
     }
+
+    /// Whether experts may cross a link to the device in prompts.
+    fn crosses(&self) -> bool {
+        false
+    }
 }
 
 /// Choices in decode, each expert of a layer and step once.

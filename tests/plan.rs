@@ -255,6 +255,11 @@ mod gpu {
         let of = |device, vram| [&LITE[..], &["--device", device, "--vram", vram]].concat();
         let two = json(&of("cuda:0,1", "6GiB,5GiB"));
         assert_eq!((&two["vram_limit_bytes"], &two["holders"]), (&(5u64 << 30).into(), &Value::Array(vec![])));
+        assert!(large["advice"].to_string().contains("with a second GPU like it"), "{large}");
+        assert!(!two["advice"].to_string().contains("with a second GPU"), "{two}");
+        // Asked for, where shares would be chosen.
+        let holds = json(&[&of("cuda:0,1", "6GiB")[..], &["--split", "experts"]].concat());
+        assert!(holds["holders"][0]["experts"].as_u64().unwrap() > 0, "{holds}");
         // Too uneven for shares: the larger one has all but experts that the other one holds.
         let two = json(&of("cuda:0,1", "4GiB,6GiB"));
         let held = &two["holders"][0];

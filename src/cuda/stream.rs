@@ -160,7 +160,40 @@ impl Drop for CudaEvent {
     }
 }
 
+/// A stream beside another one, for some of its work.
+pub(super) struct Aside {
+    stream: CudaStream,
+    begun: CudaEvent,
+    ended: CudaEvent,
+}
+
+impl Aside {
+    pub(super) fn new() -> Result<Self> {
+        let event = || CudaEvent::with(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        Ok(Self { stream: CudaStream::branch()?, begun: event()?, ended: event()? })
+    }
+
+    pub(super) fn none() -> Self {
+        let event = || CudaEvent(ptr::null_mut());
+        Self { stream: CudaStream::none(), begun: event(), ended: event() }
+    }
+}
+
 impl Cuda {
+    /// Calls `work` with a stream beside `copy`: what it enqueues there and in `copy` runs side by side, behind what is
+    /// in `copy` and before what will be.
+    pub(crate) fn copy_side_by_side(&self, work: impl FnOnce(&CudaStream)) {
+        if self.is_plan() {
+            return;
+        }
+        let Aside { stream, begun, ended } = &self.pieces;
+        self.record(begun, &self.copy);
+        self.wait(stream, begun);
+        work(stream);
+        self.record(ended, stream);
+        self.wait(&self.copy, ended);
+    }
+
     /// Marks where `stream` is now.
     pub fn record(&self, event: &CudaEvent, stream: &CudaStream) {
         // SAFETY: both live.

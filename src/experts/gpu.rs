@@ -612,4 +612,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     fn resident(&self) -> usize {
         self.sizes.resident
     }
+
+    fn crosses(&self) -> bool {
+        self.sizes.ring > 0
+    }
 }

@@ -39,19 +39,18 @@ use crate::experts::gpu::{GpuExperts, Prefill, Sizes};
 use crate::experts::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory};
 use crate::forward::kv_cache::{CacheSize, KvCache};
 use crate::forward::weights::Weights;
-use crate::forward::{Model, Ranks, Stages};
+use crate::forward::{Forward, Model, Ranks, Stages};
 use crate::kernel::Kernel;
 use crate::machine::heap::Heap;
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::machine::topology;
 use crate::machine::workers::Team;
 use crate::model::{Moe, Share};
-pub use devices::Gpus;
+pub use devices::{Gpus, Sharing};
 use plan::gpu_limits;
 pub use plan::{CONTEXT_BYTES, GpuPlan, HolderPlan, Short};
 pub use speed::{GpuRates, HolderRates, on_gpu, products};
 pub use stages::{Common, Place, StagePlan, StagesPlan, attempt_stages, on_stages, plan_stages};
-pub use ways::are_uneven;
 
 /// Puts a model together on a device, which others may hold experts for, or a share of it on each of several.
 pub(super) fn assemble(
@@ -61,7 +60,7 @@ pub(super) fn assemble(
     machine: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
-    let Spec { model, config, ref precision, .. } = *spec;
+    let Spec { model, config, .. } = *spec;
     let beside = devices.split_off(devices.len() - plan.holders.len());
     if model.moe().zip(plan.sizes).is_some_and(|(moe, sizes)| sizes.in_ram(moe.num_experts) > 0) {
         crews::choose(spec, &machine, spec.expert_bytes()?, report)?;
@@ -101,30 +100,16 @@ pub(super) fn assemble(
     cuda.enter_thread()?;
     let mut speeds = None;
     let mut executors: Vec<Option<Box<dyn ExpertExecutor<CudaBackend>>>> = devices.iter().map(|_| None).collect();
-    let parts_of_experts = ExpertParts { spec, resident, team: &team, kernel, heap: &heap };
     if let (Some(cache), Some(sizes)) = (experts, plan.sizes) {
-        let (memory, all) = parts_of_experts.place(cache, &sizes, report)?;
-        let mut cpu = parts_of_experts.cpu(&memory, sizes.cpu_tokens * sizes.top_k)?;
-        let measured = match all {
-            true => CostModel::NOTHING_IN_RAM,
-            false => {
-                let one = measure(cuda, &team, &mut cpu, &sizes)?;
-                // Each link carries its own part of an expert.
-                CostModel { pcie_bytes: devices.len() as f64 * one.pcie_bytes, ..one }
-            }
-        };
-        speeds = (!all).then_some(measured);
-        // Between two layers' experts the device has its turn.
-        team.spin_for(DEVICE_TURN);
-        let forced = forced(config);
+        let parts = ExpertParts { spec, resident, team: &team, kernel, heap: &heap };
         let share = |rank| Share { rank, of: devices.len() };
-        cuda.enter_thread()?;
         let sizes = Sizes { share: share(0), ..sizes };
-        let mut first = GpuExperts::new(cuda.clone(), &heap, cpu, sizes, measured, forced)?;
+        let (mut first, memory);
+        (first, memory, speeds) = parts.executor(cuda, cache, sizes, report)?;
         for (rank, (cuda, executor)) in devices.iter().zip(&mut executors).enumerate().skip(1) {
             cuda.enter_thread()?;
             // The CPU's share is computed once; other ranks ask for nothing.
-            let cpu = parts_of_experts.cpu(&memory, sizes.top_k)?;
+            let cpu = parts.cpu(&memory, sizes.top_k)?;
             *executor = Some(Box::new(GpuExperts::of_rank(cuda.clone(), &heap, cpu, share(rank), &mut first)?));
         }
         for ((on, holder), rates) in beside.iter().zip(&plan.holders).zip(&beside_rates) {
@@ -138,10 +123,9 @@ pub(super) fn assemble(
     cuda.enter_thread()?;
     let expected = on_gpu(&plan, spec, &rates)?;
     let mut device = describe(&plan, spec, speeds, backend.library(), &expected);
-    let (host_blocks, said) = host_blocks(cuda, (plan.kv_host, plan.host_blocks), &expected)?;
-    device += &said;
-    let (slots, snapshots) = (config.max_sequences, plan.snapshots);
-    let size = CacheSize { blocks: plan.kv_blocks, slots, snapshots, host_blocks };
+    let mut room = Common::of([&plan].into_iter());
+    device += &room.keep_host_blocks(cuda, plan.kv_host, &expected)?;
+    let size = room.cache_size(config);
     report(LoadProgress::Experts(&device));
     let mut models = Vec::new();
     for (cuda, ((backend, weights), executor)) in devices.iter().zip(parts.into_iter().zip(executors)) {
@@ -152,20 +136,32 @@ pub(super) fn assemble(
     }
     devices[0].enter_thread()?;
     let first = models.remove(0);
-    Ok(Loaded {
-        model: if models.is_empty() { Box::new(first) } else { Box::new(Ranks::new(first, models)) },
-        kv_blocks: plan.kv_blocks,
+    let model: Box<dyn Forward> = if models.is_empty() { Box::new(first) } else { Box::new(Ranks::new(first, models)) };
+    Ok(loaded(spec, (model, device), (&room, plan.limits.tokens), (team, kernel)))
+}
+
+/// A model, on what it runs in words, what it has room for with passes of so many tokens, and who runs it.
+fn loaded(
+    spec: &Spec<'_>,
+    (model, device): (Box<dyn Forward>, String),
+    (room, max_batch_tokens): (&Common, usize),
+    (team, kernel): (Arc<Team>, &'static dyn Kernel),
+) -> Loaded {
+    let &Common { max_context, kv_blocks, host_blocks, snapshots } = room;
+    Loaded {
+        model,
+        kv_blocks,
         host_blocks,
         snapshots,
-        max_context: plan.max_context,
-        max_batch_tokens: plan.limits.tokens,
+        max_context,
+        max_batch_tokens,
         device: Some(device),
-        precision: precision.clone(),
+        precision: spec.precision.clone(),
         dense: spec.decoded().dense_words(),
         team,
         kernel,
         available_bytes: topology::available_bytes,
-    })
+    }
 }
 
 /// What the routed experts are put together from, beside their bytes.
@@ -194,6 +190,25 @@ impl ExpertParts<'_> {
         Ok((Arc::new(place(cache, &config, self.team, report)?), all))
     }
 
+    /// Who computes them on a device, where their bytes are, and how fast those are that stay in RAM.
+    fn executor(
+        &self,
+        cuda: &Arc<Cuda>,
+        cache: ExpertCache,
+        sizes: Sizes,
+        report: &(dyn Fn(LoadProgress<'_>) + Sync),
+    ) -> Result<(GpuExperts, Arc<ExpertMemory>, Option<CostModel>)> {
+        let (memory, all) = self.place(cache, &sizes, report)?;
+        let mut cpu = self.cpu(&memory, sizes.cpu_tokens * sizes.top_k)?;
+        let speeds = if all { None } else { Some(measure(cuda, self.team, &mut cpu, &sizes)?) };
+        // Between two layers' experts the device has its turn.
+        self.team.spin_for(DEVICE_TURN);
+        cuda.enter_thread()?;
+        let costs = speeds.unwrap_or(CostModel::NOTHING_IN_RAM);
+        let executor = GpuExperts::new(cuda.clone(), self.heap, cpu, sizes, costs, forced(self.spec.config))?;
+        Ok((executor, memory, speeds))
+    }
+
     /// The CPU's side of them, for so many tokens' choices.
     fn cpu(&self, memory: &Arc<ExpertMemory>, pairs: usize) -> Result<CpuExperts> {
         let cpu = CpuExperts::new(self.heap, memory.clone(), self.team.clone(), self.kernel, pairs)?;
@@ -210,17 +225,27 @@ fn forced(config: &EngineConfig) -> Option<Prefill> {
     }
 }
 
-/// Blocks of the KV cache that are worth their `bytes` of RAM, of so many, and what is said of them: what is slower to
-/// copy than to compute is better computed.
-fn host_blocks(cuda: &Arc<Cuda>, (bytes, blocks): (u64, usize), expected: &Expected) -> Result<(usize, String)> {
-    if blocks == 0 {
-        return Ok((0, String::new()));
+impl Common {
+    /// Keeps blocks of the KV cache in `bytes` of RAM if they are worth it, and says so: what is slower to copy than to
+    /// compute is better computed.
+    fn keep_host_blocks(&mut self, cuda: &Arc<Cuda>, bytes: u64, expected: &Expected) -> Result<String> {
+        if self.host_blocks == 0 {
+            return Ok(String::new());
+        }
+        cuda.enter_thread()?;
+        let link = bytes as f64 / self.host_blocks as f64 / cuda.pcie_bandwidth(SAMPLE_BYTES)?;
+        if link < BLOCK_SIZE as f64 / expected.prefill_tok_per_s {
+            return Ok(format!("; {} tokens more of KV cache in RAM", self.host_blocks * BLOCK_SIZE));
+        }
+        self.host_blocks = 0;
+        Ok("; no KV cache in RAM (--kv-host): computing it again is faster than the link".into())
     }
-    let link = bytes as f64 / blocks as f64 / cuda.pcie_bandwidth(SAMPLE_BYTES)?;
-    Ok(match link < BLOCK_SIZE as f64 / expected.prefill_tok_per_s {
-        true => (blocks, format!("; {} tokens more of KV cache in RAM", blocks * BLOCK_SIZE)),
-        false => (0, "; no KV cache in RAM (--kv-host): computing it again is faster than the link".into()),
-    })
+
+    /// The cache of each GPU.
+    fn cache_size(&self, config: &EngineConfig) -> CacheSize {
+        let &Self { kv_blocks: blocks, snapshots, host_blocks, .. } = self;
+        CacheSize { blocks, slots: config.max_sequences, snapshots, host_blocks }
+    }
 }
 
 /// Puts a model together whose layers are on several GPUs, a run on each.
@@ -231,7 +256,7 @@ pub(super) fn assemble_stages(
     machine: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
-    let Spec { model, config, ref precision, .. } = *spec;
+    let Spec { model, config, .. } = *spec;
     let in_ram = |stage: &StagePlan| {
         stage.model.moe().zip(stage.plan.sizes).is_some_and(|(moe, sizes)| sizes.in_ram(moe.num_experts) > 0)
     };
@@ -244,7 +269,7 @@ pub(super) fn assemble_stages(
         Some(cache) => cache.split(&runs).into_iter().map(Some).collect(),
         None => stages.iter().map(|_| None).collect(),
     };
-    let (mut loaded, mut rates) = (Vec::new(), Vec::new());
+    let (mut parts, mut rates) = (Vec::new(), Vec::new());
     for ((stage, cuda), cache) in stages.iter().zip(&devices).zip(&mut caches) {
         cuda.enter_thread()?;
         // While there is room for it.
@@ -259,19 +284,14 @@ pub(super) fn assemble_stages(
         if let (Some(cache), Some(sizes)) = (cache.take(), stage.plan.sizes) {
             let stage_spec = stage.spec(spec);
             let parts = ExpertParts { spec: &stage_spec, resident, team: &team, kernel, heap: &heap };
-            let (memory, all) = parts.place(cache, &sizes, report)?;
-            let mut cpu = parts.cpu(&memory, sizes.cpu_tokens * sizes.top_k)?;
-            if !all {
-                speeds = Some(measure(cuda, &team, &mut cpu, &sizes)?);
-            }
-            team.spin_for(DEVICE_TURN);
-            let costs = speeds.unwrap_or(CostModel::NOTHING_IN_RAM);
-            executor = Some(Box::new(GpuExperts::new(cuda.clone(), &heap, cpu, sizes, costs, forced(config))?));
+            let own;
+            (own, _, speeds) = parts.executor(cuda, cache, sizes, report)?;
+            executor = Some(Box::new(own));
         }
         rates.push(GpuRates { vram_bytes, beside: Vec::new(), speeds });
-        loaded.push((backend, weights, executor));
+        parts.push((backend, weights, executor));
     }
-    let common = Common::of(&stages);
+    let mut room = Common::of(stages.iter().map(|stage| &stage.plan));
     let expected = on_stages(&stages, spec, &rates)?;
     let mut device = stages.iter().map(describe_stage).collect::<Vec<_>>().join("; ");
     if let Some(speeds) = rates.iter().find_map(|of| of.speeds) {
@@ -280,14 +300,11 @@ pub(super) fn assemble_stages(
     device += &format!("; expect {expected}");
     choice.iter().for_each(|choice| device += &format!("; {choice}"));
     let kv_host = stages.iter().map(|stage| stage.plan.kv_host).sum();
-    devices[0].enter_thread()?;
-    let (host_blocks, said) = host_blocks(&devices[0], (kv_host, common.host_blocks), &expected)?;
-    device += &said;
-    let size =
-        CacheSize { blocks: common.kv_blocks, slots: config.max_sequences, snapshots: common.snapshots, host_blocks };
+    device += &room.keep_host_blocks(&devices[0], kv_host, &expected)?;
+    let size = room.cache_size(config);
     let limits = stages[0].plan.limits;
     let mut models = Vec::new();
-    for ((stage, cuda), (backend, weights, executor)) in stages.iter().zip(&devices).zip(loaded) {
+    for ((stage, cuda), (backend, weights, executor)) in stages.iter().zip(&devices).zip(parts) {
         cuda.enter_thread()?;
         let kv = KvCache::new(&backend, &stage.model, size, config.kv)?;
         models.push(Model::new(backend, stage.model.clone(), weights, executor, kv, limits)?);
@@ -299,20 +316,7 @@ pub(super) fn assemble_stages(
     }
     report(LoadProgress::Experts(&device));
     devices[0].enter_thread()?;
-    Ok(Loaded {
-        model: Box::new(staged),
-        kv_blocks: common.kv_blocks,
-        host_blocks,
-        snapshots: common.snapshots,
-        max_context: common.max_context,
-        max_batch_tokens: limits.tokens,
-        device: Some(device),
-        precision: precision.clone(),
-        dense: spec.decoded().dense_words(),
-        team,
-        kernel,
-        available_bytes: topology::available_bytes,
-    })
+    Ok(loaded(spec, (Box::new(staged), device), (&room, limits.tokens), (team, kernel)))
 }
 
 /// What was decided of a stage, in a few words.
@@ -384,11 +388,13 @@ const SAMPLE_BYTES: usize = 128 << 20;
 
 /// Measures what decides where experts run.
 fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -> Result<CostModel> {
+    cuda.enter_thread()?;
     let sample = SAMPLE_BYTES
         .min((topology::available_bytes() / 16) as usize)
         .min(cpu.memory().bytes() as usize)
         .next_multiple_of(4096);
-    let pcie_bytes = cuda.pcie_bandwidth(sample)?;
+    // Each link carries its own part of an expert.
+    let pcie_bytes = sizes.share.of as f64 * cuda.pcie_bandwidth(sample)?;
     team.fit(1);
     let cpu_bytes = CostModel::CPU_SHARE * 1e9 * read_bandwidth(team, sample, Pages::Huge, 3)?;
 

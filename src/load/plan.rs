@@ -240,12 +240,12 @@ fn gain(flag: &str, now: &Expected, then: &Expected) -> Option<String> {
 mod gpu {
     use super::*;
     use crate::Error;
-    use crate::config::{self, KvBits, PrefillOn, Split};
+    use crate::config::{self, KvBits, PrefillOn};
     use crate::cuda::DeviceInfo;
     use crate::load::budget::{gpu_plan, stages_plan};
     use crate::load::gpu::{
-        CONTEXT_BYTES, Common, GpuPlan, GpuRates, Gpus, HolderPlan, HolderRates, Place, Short, StagePlan, are_uneven,
-        on_gpu, on_stages, products,
+        CONTEXT_BYTES, Common, GpuPlan, GpuRates, Gpus, HolderPlan, HolderRates, Place, Sharing, StagePlan, on_gpu,
+        on_stages, products,
     };
 
     /// A card that is not here: 128 multiprocessors of compute capability 8.9, PCIe 4.0 with 16 lanes.
@@ -284,7 +284,7 @@ mod gpu {
             match found {
                 Some(gpus) => Self::measure(gpus).map(Some),
                 None if config.vram.is_empty() || config.device == config::Device::Cpu => Ok(None),
-                None => Ok(Some(Self::assumed(spec, machine))),
+                None => Self::assumed(spec, machine).map(Some),
             }
         }
 
@@ -322,7 +322,7 @@ mod gpu {
             })
         }
 
-        fn assumed(spec: &Spec<'_>, machine: &Machine) -> Self {
+        fn assumed(spec: &Spec<'_>, machine: &Machine) -> Result<Self> {
             let info = DeviceInfo {
                 name: "a GPU that is not here".into(),
                 capability: (8, 9),
@@ -332,29 +332,26 @@ mod gpu {
                 total_bytes: 1 << 50,
                 free_bytes: 1 << 50,
             };
-            // Equal but for what may be taken: the largest has all but experts that others hold, if that fits.
+            // Equal but for what may be taken.
             let mut vram = spec.config.vram.clone();
-            let (mut beside, split) = (Vec::new(), spec.config.split);
-            let (is_moe, apart) = (spec.model.moe().is_some(), are_uneven(&vram) && split != Split::Width);
-            let mut is_staged = split == Split::Layers || apart && !is_moe;
-            if is_moe && !is_staged && (apart || split == Split::Experts) {
-                let mut sizes = vram.clone();
-                sizes.sort_unstable_by(|a, b| b.cmp(a));
-                let others = sizes.split_off(1);
-                let config = EngineConfig { vram: sizes.clone(), ..spec.config.clone() };
-                let attempt = GpuPlan::attempt(&spec.with(&config).with_beside(others.clone()), &info, machine);
-                is_staged = split == Split::Auto && matches!(attempt, Ok(Err(Short::Vram(_))));
-                if !is_staged {
-                    (vram, beside) = (sizes, others);
+            let place = |i: usize| Place {
+                number: i,
+                info: info.clone(),
+                vram: vram.get(i).or(vram.first()).copied().unwrap_or(0),
+            };
+            let mut places: Vec<Place> = (0..spec.ranks()).map(place).collect();
+            let mut beside = Vec::new();
+            match Sharing::of(spec, &places, machine, &|| Ok(()))?.0 {
+                Sharing::Width => places.clear(),
+                Sharing::Layers => {}
+                Sharing::Experts { first } => {
+                    vram = vec![places.remove(first).vram];
+                    beside = places.drain(..).map(|place| place.vram).collect();
                 }
             }
             let (vram_bytes, link_bytes) = (ASSUMED_VRAM_BYTES, ASSUMED_PCIE_BYTES);
             let each = HolderRates { vram_bytes, products: products(&info), link_bytes };
-            let of_place = |i: usize| vram.get(i).or(vram.first()).copied().unwrap_or(0);
-            let places: Vec<Place> = (0..if is_staged { spec.ranks() } else { 0 })
-                .map(|number| Place { number, info: info.clone(), vram: of_place(number) })
-                .collect();
-            Self {
+            Ok(Self {
                 ranks: spec.ranks(),
                 speeds: vec![each; beside.len() + places.len()],
                 places,
@@ -362,9 +359,9 @@ mod gpu {
                 beside,
                 info,
                 gpus: None,
-                vram_bytes: ASSUMED_VRAM_BYTES,
-                pcie_bytes: ASSUMED_PCIE_BYTES,
-            }
+                vram_bytes,
+                pcie_bytes: link_bytes,
+            })
         }
     }
 
@@ -391,7 +388,7 @@ mod gpu {
         pub(super) fn on_stages(&self, device: &PlannedGpu) -> Result<Plan> {
             let Self { spec, machine, .. } = self;
             let stages = stages_plan(spec, &device.places, machine)?;
-            let common = Common::of(&stages);
+            let common = Common::of(stages.iter().map(|stage| &stage.plan));
             let cpu = CpuRates::measure(spec, machine, 128)?;
             let rates = |of: &HolderRates| GpuRates::of(&cpu, 1, of.vram_bytes, of.link_bytes);
             let rates: Vec<GpuRates> = device.speeds.iter().map(rates).collect();

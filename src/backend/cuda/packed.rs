@@ -146,14 +146,13 @@ impl ExpertKernels {
     }
 
     /// Kernels for gate and up and for down, for experts with so many tokens on average, and the tokens of the tiles
-    /// that pairs are cut into: 0 where no kernel takes tiles. Blocks may `stay` where no other kernel is to run beside
-    /// them.
-    pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize, stay: bool) -> (usize, [Grouped; 2]) {
+    /// that pairs are cut into: 0 where no kernel takes tiles.
+    pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> (usize, [Grouped; 2]) {
         let i = match tokens_of_an_expert {
             ..=5 => 0,
             more => 1 + suited(more, device.has_wgmma()),
         };
-        let stay = stay && device.has_wgmma();
+        let stay = device.has_wgmma();
         let kernels =
             [self.gate.grouped(tokens_of_an_expert, stay, i), self.down.grouped(tokens_of_an_expert, stay, i)];
         let tiled = kernels.iter().any(|kernel| matches!(kernel, Grouped::Tiled(_)));

@@ -240,7 +240,7 @@ impl HeldExperts {
         };
         let ((version, taken), agreed, places) = (board.versions(), board.agreed(), board.places.address());
         let (slots, tables) = (DeviceBuffer::from_slice(cuda, &addresses)?, DeviceBuffer::from_slice(cuda, &table)?);
-        let (own, products) = (DeviceBuffer::zeros(cuda, 2)?, products(cuda, (service, &parts), tokens, top_k)?);
+        let (own, products) = (DeviceBuffer::zeros(cuda, 2)?, products(cuda, (service, &parts), (tokens, top_k), 0)?);
         let beside = CudaStream::beside()?;
         cuda.synchronize()?;
         if let Some(regions) = &regions {

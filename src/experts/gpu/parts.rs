@@ -8,13 +8,13 @@ use moebius_cache::pack::{ExpertLayout, TilePart};
 use crate::Result;
 use crate::cuda::kernels::pool::RUNS_OF_LAUNCH;
 use crate::cuda::kernels::{RunList, RunsToCopy};
-use crate::cuda::{Address, Cuda, Registered, Runs, kernels, launch};
+use crate::cuda::{Address, Cuda, CudaStream, Registered, Runs, kernels, launch};
 use crate::experts::{ExpertMemory, ExpertShape};
 use crate::model::Share;
 
 /// Blocks that copy parts of experts, each with 32 KB on the way: what keeps PCIe busy and leaves multiprocessors to
 /// products.
-const COPY_BLOCKS: usize = 8;
+pub(super) const COPY_BLOCKS: usize = 8;
 
 /// What a copy engine copies: less takes it no longer than it takes to begin.
 const LARGE_BYTES: usize = 64 << 10;
@@ -98,24 +98,34 @@ impl Parts {
     /// Enqueues the copies of some experts, in ascending order, which come to lie one after the other.
     ///
     /// A part of an expert is in many pieces. A copy engine takes microseconds to begin with another one, so it copies
-    /// the large ones, neighbours' at once, and a kernel, which takes from products beside it, the others.
+    /// the large ones, neighbours' at once, and a kernel beside it, which takes from products, the others.
     pub(super) fn upload(&self, cuda: &Cuda, layer: usize, experts: &[usize], to: Address<u8>) {
-        let (bytes, mut list) = (self.shape.layouts[layer].bytes(), NO_RUNS);
-        let places = || experts.iter().enumerate().map(|(i, &expert)| (expert, to.add(i * bytes)));
-        if self.share.is_whole() {
-            // Neighbours in the file cross together.
-            for run in places().collect::<Vec<_>>().chunk_by(|a, b| a.0 + 1 == b.0) {
-                let put = |offset, bytes: &[u8]| cuda.upload(&cuda.copy, run[0].1.add(offset), bytes);
-                self.memory.each_run(layer, run[0].0..run[0].0 + run.len(), put);
-            }
-            return;
+        let bytes = self.shape.layouts[layer].bytes();
+        let places = experts.iter().enumerate().map(|(i, &expert)| (expert, to.add(i * bytes)));
+        if !self.share.is_whole() {
+            return cuda.copy_side_by_side(|beside| self.upload_parts(cuda, beside, layer, places));
         }
+        // Neighbours in the file cross together.
+        for run in places.collect::<Vec<_>>().chunk_by(|a, b| a.0 + 1 == b.0) {
+            let put = |offset, bytes: &[u8]| cuda.upload(&cuda.copy, run[0].1.add(offset), bytes);
+            self.memory.each_run(layer, run[0].0..run[0].0 + run.len(), put);
+        }
+    }
+
+    fn upload_parts(
+        &self,
+        cuda: &Cuda,
+        beside: &CudaStream,
+        layer: usize,
+        places: impl Iterator<Item = (usize, Address<u8>)>,
+    ) {
+        let mut list = NO_RUNS;
         let mut large: Option<(Runs<'_>, Address<u8>)> = None;
-        for (expert, to) in places() {
+        for (expert, to) in places {
             self.each(layer, expert, |offset, runs| {
                 let to = to.add(offset);
                 match self.for_kernels(&runs, to) {
-                    Some(small) if runs.count > 1 || runs.bytes < LARGE_BYTES => list.add(cuda, small),
+                    Some(small) if runs.count > 1 || runs.bytes < LARGE_BYTES => list.add(cuda, beside, small),
                     _ if large.as_mut().is_some_and(|large| self.join(large, &runs, to)) => {}
                     _ => {
                         if let Some((runs, to)) = large.replace((runs, to)) {
@@ -128,7 +138,7 @@ impl Parts {
         if let Some((runs, to)) = large {
             cuda.upload_runs(&cuda.copy, to, runs);
         }
-        list.copy(cuda);
+        list.copy(cuda, beside);
     }
 
     /// Makes one of two, if `next` goes on as the runs of `all` do.
@@ -179,18 +189,18 @@ const NO_RUNS: RunList = RunList {
 };
 
 impl RunList {
-    fn add(&mut self, cuda: &Cuda, runs: RunsToCopy) {
+    fn add(&mut self, cuda: &Cuda, stream: &CudaStream, runs: RunsToCopy) {
         self.runs[self.count as usize] = runs;
         self.count += 1;
         if self.count as usize == RUNS_OF_LAUNCH {
-            self.copy(cuda);
+            self.copy(cuda, stream);
         }
     }
 
     /// Enqueues the copies of what was added, and forgets it.
-    fn copy(&mut self, cuda: &Cuda) {
-        if self.count > 0 && !cuda.is_plan() {
-            launch!(cuda, &cuda.copy, kernels::copy_runs, [COPY_BLOCKS, 1, 1]; *self);
+    fn copy(&mut self, cuda: &Cuda, stream: &CudaStream) {
+        if self.count > 0 {
+            launch!(cuda, stream, kernels::copy_runs, [COPY_BLOCKS, 1, 1]; *self);
         }
         self.count = 0;
     }

@@ -74,17 +74,17 @@ struct Sum {
     busy: bool,
 }
 
-/// Products of these parts of a service's experts with up to `tokens` tokens.
+/// Products of these parts of a service's experts with up to `tokens` tokens, beside a ring of so many experts.
 pub(super) fn products(
     cuda: &Arc<Cuda>,
     (service, parts): (&ExpertService, &Parts),
-    tokens: usize,
-    top_k: usize,
+    (tokens, top_k): (usize, usize),
+    ring: usize,
 ) -> Result<Products> {
     let shape = parts.shape();
     service.with_epilogue(|epilogue| {
         let (share, holders, on_holders) = (parts.share(), 0, 0);
-        let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring: 0, share, holders, on_holders };
+        let sizes = Sizes { tokens, cpu_tokens: 0, top_k, resident: 0, ring, share, holders, on_holders };
         let epilogue = DeviceEpilogue::new(cuda, epilogue, shape.layers(), (share, parts.width()))?;
         Products::new(cuda, shape, epilogue, &sizes)
     })
@@ -116,7 +116,7 @@ impl Prompts {
         let half = (sizes.ring_bytes / 2 / shape.most_bytes()).clamp(1, shape.experts);
         let prompts = Self {
             crossing: Crossing::new(cuda, shape, half)?,
-            products: products(cuda, (service, &parts), tokens, top_k)?,
+            products: products(cuda, (service, &parts), (tokens, top_k), 2 * half)?,
             from_tokens: sizes.from_tokens,
             pairs,
             experts: DeviceBuffer::zeros(cuda, MAX_IDS)?,

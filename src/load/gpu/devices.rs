@@ -93,17 +93,16 @@ fn check_bounds(config: &EngineConfig) -> Result<()> {
 }
 
 fn named(spec: &Spec<'_>, numbers: &[usize], machine: &Machine) -> Result<Gpus> {
-    let refuse = |why: String| Err(Error::Invalid(format!("--device {}: {why}", spec.config.device)));
     let mut distinct = numbers.to_vec();
     distinct.sort_unstable();
     distinct.dedup();
     if distinct.len() < numbers.len() {
-        return refuse("a GPU is named twice, name each once".into());
+        return refuse(spec, "a GPU is named twice, name each once");
     }
     if numbers.len() > MAX_RANKS {
-        return refuse(format!("a model is divided among {MAX_RANKS} GPUs at most"));
+        return refuse(spec, &format!("a model is divided among {MAX_RANKS} GPUs at most"));
     }
-    let devices = numbers.iter().map(|number| Cuda::open(*number)).collect::<Result<Vec<_>>>()?;
+    let mut devices = numbers.iter().map(|number| Cuda::open(*number)).collect::<Result<Vec<_>>>()?;
     let bounds = &spec.config.vram;
     if bounds.len() > 1 {
         let mut each = numbers.iter().zip(&devices).zip(bounds);
@@ -111,91 +110,111 @@ fn named(spec: &Spec<'_>, numbers: &[usize], machine: &Machine) -> Result<Gpus> 
             check_vram(*bound, &DeviceInfo { name: format!("cuda:{number}"), ..cuda.info.clone() })
         })?;
     }
-    let bound = |i: usize| bounds.get(i).or(bounds.first()).copied();
-    let vram: Vec<u64> = devices.iter().enumerate().map(|(i, cuda)| bound(i).unwrap_or(may_take(&cuda.info))).collect();
-    let together = |choice| Gpus {
-        devices: devices.clone(),
-        beside: Vec::new(),
-        stages: Vec::new(),
-        vram: bounds.clone(),
-        choice,
+    let place = |(i, (&number, cuda)): (usize, (&usize, &Arc<Cuda>))| {
+        let vram = bounds.get(i).or(bounds.first()).copied().unwrap_or(may_take(&cuda.info));
+        Place { number, info: cuda.info.clone(), vram }
     };
-    let staged = |why: String| {
-        let place = |((number, cuda), vram): ((&usize, &Arc<Cuda>), &u64)| Place {
-            number: *number,
-            info: cuda.info.clone(),
-            vram: *vram,
-        };
-        let stages = numbers.iter().zip(&devices).zip(&vram).map(place).collect();
-        Ok(Gpus { stages, ..together(Some(format!("{why}, so each GPU has some of the layers"))) })
-    };
-    if devices.len() == 1 {
-        return Ok(together(None));
-    }
-    let split = spec.config.split;
-    if split == Split::Layers {
-        return staged("--split layers".into());
-    }
-    let why = match (split, apart(numbers, &devices, &vram), undivided(spec)) {
-        (Split::Experts, ..) => "--split experts".into(),
-        (Split::Width, Some(Apart::By(why)), _) | (Split::Width, _, Some(why)) => {
-            return refuse(format!("{why}: use --split layers"));
+    let places: Vec<Place> = numbers.iter().zip(&devices).enumerate().map(place).collect();
+    let (sharing, choice) = Sharing::of(spec, &places, machine, &|| Rank::of_devices(&devices).map(drop))?;
+    let mut gpus = Gpus { devices: Vec::new(), beside: Vec::new(), stages: Vec::new(), vram: bounds.clone(), choice };
+    match sharing {
+        Sharing::Width => {}
+        Sharing::Layers => gpus.stages = places,
+        Sharing::Experts { first } => {
+            let own = devices.remove(first);
+            gpus.vram = bounds.get(first).or(bounds.first()).copied().into_iter().collect();
+            let others = places.iter().enumerate().filter(|(i, _)| *i != first).map(|(_, place)| place);
+            let beside = devices.drain(..).zip(others);
+            gpus.beside = beside.map(|(cuda, &Place { number, vram, .. })| Beside { cuda, number, vram }).collect();
+            devices.push(own);
         }
-        (Split::Width, ..) | (_, None, None) => return Ok(together(None)),
-        (_, None, Some(why)) => return staged(why),
-        (_, Some(Apart::By(why) | Apart::Size(why)), _) => why,
-    };
-    match (spec.model.moe(), split) {
-        (None, Split::Experts) => return refuse("--split experts: this model has none, use --split layers".into()),
-        (None, _) => return staged(why),
-        (Some(_), _) => {}
     }
-    // The strongest one has everything else; of equal ones the first.
-    let strength = |i: &usize| (products(&devices[*i].info) as u64, vram[*i], usize::MAX - i);
-    let first = (0..devices.len()).max_by_key(strength).unwrap_or(0);
-    let others: Vec<usize> = (0..devices.len()).filter(|i| *i != first).collect();
-    let names: Vec<String> = others.iter().map(|i| format!("cuda:{}", numbers[*i])).collect();
-    let fits = |beside: Vec<u64>| {
-        let config = EngineConfig { vram: vec![vram[first]], ..spec.config.clone() };
-        let attempt = GpuPlan::attempt(&spec.with(&config).with_beside(beside), &devices[first].info, machine);
-        !matches!(attempt, Ok(Err(Short::Vram(_))))
-    };
-    if split == Split::Auto && !fits(others.iter().map(|i| vram[*i]).collect()) {
-        return staged(format!("{why}, and what is no expert does not fit cuda:{} alone", numbers[first]));
-    }
-    let choice = format!("{why}, so cuda:{} has all but experts that {} can hold", numbers[first], names.join(", "));
-    Ok(Gpus {
-        stages: Vec::new(),
-        devices: vec![devices[first].clone()],
-        beside: others
-            .iter()
-            .map(|&i| Beside { cuda: devices[i].clone(), number: numbers[i], vram: vram[i] })
-            .collect(),
-        vram: bound(first).into_iter().collect(),
-        choice: Some(choice),
-    })
+    gpus.devices = devices;
+    Ok(gpus)
 }
 
-/// Why a model is not divided among GPUs.
-enum Apart {
-    /// It cannot be.
-    By(String),
-    /// Equal shares would waste what may be taken of some.
-    Size(String),
+fn refuse<T>(spec: &Spec<'_>, why: &str) -> Result<T> {
+    Err(Error::Invalid(format!("--device {}: {why}", spec.config.device)))
 }
 
-/// Why a model's width cannot be divided among GPUs, or should not.
-fn apart(numbers: &[usize], devices: &[Arc<Cuda>], vram: &[u64]) -> Option<Apart> {
-    let first = &devices[0].info;
-    if let Some((number, other)) = numbers.iter().zip(devices).find(|(_, cuda)| cuda.info.kind() != first.kind()) {
-        let why = format!("cuda:{number} is a {} and cuda:{} a {}", other.info.name, numbers[0], first.name);
-        return Some(Apart::By(why));
+/// What each of several GPUs that are named has of a model.
+pub enum Sharing {
+    /// A share of everything.
+    Width,
+    /// Some of the layers.
+    Layers,
+    /// The first has all but experts that the others can hold.
+    Experts {
+        /// Its index.
+        first: usize,
+    },
+}
+
+impl Sharing {
+    /// Of a model on these GPUs, and why; `reach` fails where they do not reach each other's memory. Errors:
+    /// `Error::Invalid` for a way that was asked for and cannot be.
+    pub fn of(
+        spec: &Spec<'_>,
+        places: &[Place],
+        machine: &Machine,
+        reach: &dyn Fn() -> Result<()>,
+    ) -> Result<(Self, Option<String>)> {
+        let (split, is_moe) = (spec.config.split, spec.model.moe().is_some());
+        if places.len() == 1 {
+            return Ok((Sharing::Width, None));
+        }
+        let in_layers = |why: &str| Ok((Sharing::Layers, Some(format!("{why}, so each GPU has some of the layers"))));
+        let why = match split {
+            Split::Layers => return in_layers("--split layers"),
+            Split::Experts if !is_moe => {
+                return refuse(spec, "--split experts: this model has none, use --split layers");
+            }
+            Split::Experts => "--split experts".into(),
+            Split::Width => match apart(places, reach).or_else(|| undivided(spec)) {
+                Some(why) => return refuse(spec, &format!("{why}: use --split layers")),
+                None => return Ok((Sharing::Width, None)),
+            },
+            Split::Auto => match uneven(places).or_else(|| apart(places, reach)) {
+                Some(why) if is_moe => why,
+                Some(why) => return in_layers(&why),
+                None => match undivided(spec) {
+                    Some(why) => return in_layers(&why),
+                    None => return Ok((Sharing::Width, None)),
+                },
+            },
+        };
+        // The strongest one has everything else; of equal ones the first.
+        let strength = |i: &usize| (products(&places[*i].info) as u64, places[*i].vram, usize::MAX - i);
+        let first = (0..places.len()).max_by_key(strength).unwrap_or(0);
+        let own = &places[first];
+        let others: Vec<&Place> = (0..places.len()).filter(|i| *i != first).map(|i| &places[i]).collect();
+        let config = EngineConfig { vram: vec![own.vram], ..spec.config.clone() };
+        let beside = spec.with(&config).with_beside(others.iter().map(|place| place.vram).collect());
+        if split == Split::Auto && matches!(GpuPlan::attempt(&beside, &own.info, machine), Ok(Err(Short::Vram(_)))) {
+            return in_layers(&format!("{why}, and what is no expert does not fit cuda:{} alone", own.number));
+        }
+        let names: Vec<String> = others.iter().map(|place| format!("cuda:{}", place.number)).collect();
+        let choice = format!("{why}, so cuda:{} has all but experts that {} can hold", own.number, names.join(", "));
+        Ok((Sharing::Experts { first }, Some(choice)))
     }
-    if let Err(error) = Rank::of_devices(devices) {
-        return Some(Apart::By(without_remedy(&error)));
+}
+
+/// Why a model's width cannot be divided among GPUs.
+fn apart(places: &[Place], reach: &dyn Fn() -> Result<()>) -> Option<String> {
+    let first = &places[0];
+    match places.iter().find(|place| place.info.kind() != first.info.kind()) {
+        Some(Place { number, info, .. }) => {
+            Some(format!("cuda:{number} is a {} and cuda:{} a {}", info.name, first.number, first.info.name))
+        }
+        None => reach().err().map(|error| without_remedy(&error)),
     }
-    let each = || numbers.iter().zip(vram).map(|(number, vram)| format!("{} of cuda:{number}", size(*vram)));
-    are_uneven(vram).then(|| Apart::Size(format!("{} may be taken", each().collect::<Vec<_>>().join(", "))))
+}
+
+/// Why equal shares would waste what may be taken of some GPUs.
+fn uneven(places: &[Place]) -> Option<String> {
+    let each = places.iter().map(|place| format!("{} of cuda:{}", size(place.vram), place.number));
+    let vram: Vec<u64> = places.iter().map(|place| place.vram).collect();
+    are_uneven(&vram).then(|| format!("{} may be taken", each.collect::<Vec<_>>().join(", ")))
 }
 
 /// What of a model as many GPUs as `spec` says cannot divide.

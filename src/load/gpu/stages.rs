@@ -72,7 +72,7 @@ pub struct StagesPlan {
     pub choice: Option<String>,
 }
 
-/// What the stages of a model have in common.
+/// What the GPUs of a model have in common.
 #[derive(Clone, Copy, Debug)]
 pub struct Common {
     /// Tokens a sequence may hold.
@@ -86,12 +86,10 @@ pub struct Common {
 }
 
 impl Common {
-    /// Of stages, of which there is one at least.
-    pub fn of(stages: &[StagePlan]) -> Self {
-        let least = |of: &dyn Fn(&GpuPlan) -> usize| {
-            // Stages whose layers keep nothing of a kind have room for any number of it.
-            stages.iter().map(|stage| of(&stage.plan)).filter(|n| *n > 0).min().unwrap_or(0)
-        };
+    /// Of GPUs with these plans, of which there is one at least.
+    pub fn of<'a>(plans: impl Iterator<Item = &'a GpuPlan> + Clone) -> Self {
+        // GPUs whose layers keep nothing of a kind have room for any number of it.
+        let least = |of: &dyn Fn(&GpuPlan) -> usize| plans.clone().map(of).filter(|n| *n > 0).min().unwrap_or(0);
         Self {
             max_context: least(&|plan| plan.max_context),
             kv_blocks: least(&|plan| plan.kv_blocks),

@@ -340,7 +340,7 @@ pub(super) fn least<'a>(infos: impl Iterator<Item = &'a DeviceInfo>) -> DeviceIn
 }
 
 /// Whether what GPUs may take is so different that equal shares would waste it.
-pub fn are_uneven(vram: &[u64]) -> bool {
+pub(super) fn are_uneven(vram: &[u64]) -> bool {
     let (least, most) = (vram.iter().min().copied().unwrap_or(0), vram.iter().max().copied().unwrap_or(0));
     least < most / 4 * 3
 }
