@@ -135,6 +135,7 @@ pub fn run(
     let dense = bench.dense;
     Ok(BenchReport {
         machine: machine(&topology, &loaded, bandwidth, rates),
+        is_release: !cfg!(debug_assertions),
         model: model.to_string(),
         layers: loaded.model.config().layers.len(),
         precision: PrecisionReport {

@@ -7,6 +7,8 @@ use serde::Serialize;
 pub struct BenchReport {
     /// The machine.
     pub machine: MachineReport,
+    /// Whether this is a release build: another one is slower.
+    pub is_release: bool,
     /// Name of the model.
     pub model: String,
     /// Number of layers.
@@ -160,6 +162,9 @@ impl std::fmt::Display for BenchReport {
              {read}; routing {}",
             self.model, self.layers, self.routing
         )?;
+        if !self.is_release {
+            writeln!(f, "this build has debug assertions, which are slow: measure one of `cargo build --release`")?;
+        }
         writeln!(f, "ready in {:.1} s, at most {:.1} GiB of RAM", self.ready_s, self.peak_ram_gib)?;
         if let Some(d) = &self.distinct_experts {
             writeln!(
