@@ -260,6 +260,7 @@ mod gpu {
         // Asked for, where shares would be chosen.
         let holds = json(&[&of("cuda:0,1", "6GiB")[..], &["--split", "experts"]].concat());
         assert!(holds["holders"][0]["experts"].as_u64().unwrap() > 0, "{holds}");
+        assert!(holds["choice"].to_string().contains("--split experts, so cuda:0 has all but experts"), "{holds}");
         // Too uneven for shares: the larger one has all but experts that the other one holds.
         let two = json(&of("cuda:0,1", "4GiB,6GiB"));
         let held = &two["holders"][0];

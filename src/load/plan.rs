@@ -264,6 +264,7 @@ mod gpu {
         speeds: Vec<HolderRates>,      // of these, or of all that have some of the layers
         pub(super) places: Vec<Place>, // GPUs that have some of the layers each; else empty
         gpus: Option<Gpus>,            // `None`: they are not here
+        choice: Option<String>,        // why each has what it has, of those that are not here
         vram_bytes: f64,
         pcie_bytes: f64,
     }
@@ -319,6 +320,7 @@ mod gpu {
                 pcie_bytes: cuda.pcie_bandwidth(SAMPLE_BYTES)?,
                 places: gpus.stages.clone(),
                 gpus: Some(gpus),
+                choice: None,
             })
         }
 
@@ -341,7 +343,8 @@ mod gpu {
             };
             let mut places: Vec<Place> = (0..spec.ranks()).map(place).collect();
             let mut beside = Vec::new();
-            match Sharing::of(spec, &places, machine, &|| Ok(()))?.0 {
+            let (sharing, choice) = Sharing::of(spec, &places, machine, &|| Ok(()))?;
+            match sharing {
                 Sharing::Width => places.clear(),
                 Sharing::Layers => {}
                 Sharing::Experts { first } => {
@@ -359,6 +362,7 @@ mod gpu {
                 beside,
                 info,
                 gpus: None,
+                choice,
                 vram_bytes,
                 pcie_bytes: link_bytes,
             })
@@ -401,7 +405,7 @@ mod gpu {
             let part = |name, vram_bytes, ram_bytes, disk_bytes| MemoryPart { name, vram_bytes, ram_bytes, disk_bytes };
             Ok(Plan {
                 device: format!("{} GPUs, some layers on each", stages.len()),
-                choice: device.gpus.as_ref().and_then(|gpus| gpus.choice.clone()),
+                choice: device.gpus.as_ref().map_or(&device.choice, |gpus| &gpus.choice).clone(),
                 is_assumed: device.gpus.is_none(),
                 parts: vec![
                     part("drivers and kernels", CONTEXT_BYTES * stages.len() as u64, 0, 0),
@@ -462,7 +466,7 @@ mod gpu {
                     1 => device.info.name.clone(),
                     n => format!("each of {n} x {}", device.info.name),
                 },
-                choice: device.gpus.as_ref().and_then(|gpus| gpus.choice(&plan)),
+                choice: device.gpus.as_ref().map_or(device.choice.clone(), |gpus| gpus.choice(&plan)),
                 is_assumed: device.gpus.is_none(),
                 parts,
                 vram_limit_bytes: plan.vram,
