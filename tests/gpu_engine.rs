@@ -8,11 +8,11 @@
 mod common;
 
 use common::engine::{greedy, prompt, read};
-use common::gpu::{device, need_gpu, on_gpu};
+use common::gpu::{device, gpus, need_gpu, on_gpu};
 use common::{Fixture, Run, cache_dir, cosine, demo_dir, folder, step};
 use moebius::backend::batch::Batch;
 use moebius::cli::measure::bench::load_shape;
-use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits, PrefillOn};
+use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits, PrefillOn, Split};
 use moebius::cuda::Cuda;
 use moebius::engine::{self, CaptureWanted, EngineHandle, Event, HookPoint, Layers, Positions, Request, Steer};
 use moebius::forward::block_pool::BlockPool;
@@ -69,11 +69,11 @@ fn check_questions(model: &str, config: &EngineConfig, count: usize) {
         let (tokens, end) = read(events);
         end.unwrap();
         let got = tokenizer.decode(&tokens, true).unwrap();
-        let EngineConfig { experts, dense, kv, resident_experts, prefill, vram, .. } = config;
+        let EngineConfig { experts, dense, kv, resident_experts, prefill, vram, device, split, .. } = config;
         assert_eq!(
             got, want,
-            "{model}, {experts} {dense} {kv}, {resident_experts:?} resident, prompts on {prefill}, {vram:?}: \
-             {question}"
+            "{model}, {experts} {dense} {kv}, {resident_experts:?} resident, prompts on {prefill}, {vram:?}, {device} \
+             by {split:?}: {question}"
         );
     }
 }
@@ -97,6 +97,36 @@ fn thirty_questions_with_experts_anywhere() {
                 (ExpertBits::Int4, None, DenseBits::Bf16, KvBits::Int8),
             ] {
                 check_questions(model, &EngineConfig { experts, group_size, dense, kv, ..place.clone() }, 30);
+            }
+        }
+    }
+}
+
+/// In every way in which several GPUs share a model; the emulator has time for one.
+#[test]
+fn thirty_questions_on_several_gpus() {
+    need_gpu!(gpus() < 2, "it takes two GPUs");
+    for model in models() {
+        for (split, resident_experts) in [
+            (Split::Width, None),
+            (Split::Width, Some(3)),
+            (Split::Layers, None),
+            (Split::Layers, Some(3)),
+            (Split::Experts, Some(3)),
+        ] {
+            if !is_real() && split != Split::Experts {
+                continue;
+            }
+            // The demo models have three layers.
+            for of in if split == Split::Layers { [2, 3] } else { [2, 4] } {
+                if of > if is_real() { gpus() } else { 2 } {
+                    continue;
+                }
+                let device = Device::Cuda((0..of).collect());
+                // Parts of so narrow experts are of whole groups.
+                let (experts, group_size) = (ExpertBits::Int4, Some(32));
+                let config = EngineConfig { device, split, resident_experts, experts, group_size, ..config() };
+                check_questions(model, &config, if is_real() { 30 } else { 2 });
             }
         }
     }

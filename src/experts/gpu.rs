@@ -588,10 +588,12 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     }
 
     fn between_passes(&mut self) -> Result<()> {
-        let moves = self.together.turn()?;
-        if !moves.is_empty() {
-            self.residents.update(self.together.residency(), &moves);
-            moves.iter().for_each(|moved| self.ring.forget(moved.layer));
+        self.together.turn()?;
+        let residency = self.together.residency();
+        if !residency.moves().is_empty() {
+            self.residents.update(residency);
+            residency.moves().iter().for_each(|moved| self.ring.forget(moved.layer));
+            self.together.forget_moves();
         }
         match &mut self.learning {
             Some(learning) => learning.pass(&self.cuda, self.sizes.top_k),

@@ -24,7 +24,7 @@
 //! with choices at random, one expert a step still comes, so that a change is seen.
 
 use super::Choices;
-use super::residency::{Move, Place, Residency};
+use super::residency::{Place, Residency};
 
 /// Steps after which a choice counts half, and within which a copy must pay.
 const WINDOW: u32 = 32;
@@ -187,9 +187,9 @@ impl Pool {
         self.choices
     }
 
-    /// What came and left since the last call.
-    pub fn take_moves(&mut self) -> Vec<Move> {
-        self.residency.take_moves()
+    /// Forgets [what came and left](Residency::moves).
+    pub fn forget_moves(&mut self) {
+        self.residency.forget_moves();
     }
 
     /// Takes in what a layer's tokens chose. `send` is given the experts that are to be sent on their way.
@@ -359,7 +359,7 @@ mod tests {
             pool.make_room();
             let n = pool.on_the_way.len();
             pool.arrived(n);
-            pool.take_moves();
+            pool.forget_moves();
             let held = (0..pool.residency().slots()).filter(|&slot| pool.residency().in_slot(slot).is_some()).count();
             let room: usize = pool.classes.iter().map(|class| class.room.len()).sum();
             assert_eq!(held + room, LAYERS * slots, "a slot was lost");
@@ -425,7 +425,7 @@ mod tests {
             }
             pool.turn();
             pool.arrived(arrived);
-            pool.take_moves();
+            pool.forget_moves();
         }
         assert!(pool.choices().hits > 0 && pool.choices().misses > 0);
     }

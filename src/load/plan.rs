@@ -336,8 +336,12 @@ mod gpu {
             };
             // Equal but for what may be taken.
             let mut vram = spec.config.vram.clone();
+            let numbers = match &spec.config.device {
+                config::Device::Cuda(numbers) => &numbers[..],
+                _ => &[],
+            };
             let place = |i: usize| Place {
-                number: i,
+                number: numbers.get(i).copied().unwrap_or(i),
                 info: info.clone(),
                 vram: vram.get(i).or(vram.first()).copied().unwrap_or(0),
             };
@@ -535,7 +539,9 @@ mod gpu {
                     then.decode_tok_per_s > 1.1 * now.decode_tok_per_s
                         || then.prefill_tok_per_s > 1.1 * now.prefill_tok_per_s
                 };
-                advice.extend(then.filter(pays).map(|then| format!("with a second GPU like it, by NVLink: {then}")));
+                advice.extend(
+                    then.filter(pays).map(|then| format!("with a second GPU like it, if NVLink joins them: {then}")),
+                );
             }
             if let DenseBits::Auto | DenseBits::Bf16 = config.dense
                 && let Some((_, then)) = other(&EngineConfig { dense: DenseBits::Int8, ..config.clone() }, &device.info)

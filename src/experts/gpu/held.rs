@@ -483,15 +483,16 @@ impl Changing {
         let Self { decider, board, version, .. } = self;
         decider.pool.turn();
         decider.make_room();
-        let moves = decider.arrive();
-        if moves.is_empty() {
+        decider.arrive();
+        let residency = decider.pool.residency();
+        if residency.moves().is_empty() {
             return;
         }
-        let residency = decider.pool.residency();
         let experts = board.places.len() / residency.layers();
-        for Move { layer, expert, .. } in moves {
+        for &Move { layer, expert, .. } in residency.moves() {
             board.places[layer * experts + expert as usize] = place_of(residency, layer, expert);
         }
+        decider.pool.forget_moves();
         *version = version.wrapping_add(1);
         board.publish(*version);
     }

@@ -122,9 +122,9 @@ impl Residents {
         (self.slots.clone(), self.bytes.address())
     }
 
-    /// Brings what moved to the tables, before the next pass in the compute stream.
-    pub(super) fn update(&mut self, residency: &Residency, moved: &[Move]) {
-        for &Move { layer, expert, .. } in moved {
+    /// Brings [what moved](Residency::moves) to the tables, before the next pass in the compute stream.
+    pub(super) fn update(&mut self, residency: &Residency) {
+        for &Move { layer, expert, .. } in residency.moves() {
             self.staged[layer * self.experts + expert as usize] = self.address_of(residency, layer, expert);
             self.marked[layer] = None;
         }

@@ -7,7 +7,9 @@
 //!          before a pass  move the same
 //! ```
 //!
-//! A step's logits are computed by all ranks, so none of them is still in it when the first one begins another.
+//! No rank still reads a slot into which an expert is sent. What is sent in a layer is shown behind sums of the layers
+//! before, in which all ranks have a part, and a rank looks what was sent before it has its part in a layer's sum; so it
+//! is in the same step, whose tables lack the slots that were taken out.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -24,9 +26,9 @@ use crate::{Error, Result};
 pub(super) struct Decider {
     pub(super) pool: Pool,
     bytes: Vec<u64>, // [layers]: of an expert, of all ranks together
-    ways: Vec<Way>,  // to each rank; none: the experts in VRAM stay as they were at the start
-    is_closed: bool, // to one of the ranks there is no way
-    sent: u64,       // bytes that came into VRAM, since the start
+    ways: Vec<Way>,  // to each rank that has one; their devices look there as long as they live
+    is_closed: bool, // to one of the ranks there is none: the experts in VRAM stay as they were at the start
+    sent: u64,       // bytes of experts that were sent, since the start
     read: u64,       // bytes of experts in VRAM that were chosen, since the start
 }
 
@@ -49,14 +51,11 @@ impl Decider {
     pub(super) fn add(&mut self, way: Option<Way>) {
         self.is_closed |= way.is_none();
         self.ways.extend(way);
-        if self.is_closed {
-            self.ways.clear();
-        }
     }
 
     /// Whether experts come and go.
     pub(super) fn changes(&self) -> bool {
-        !self.ways.is_empty()
+        !self.ways.is_empty() && !self.is_closed
     }
 
     /// Of the experts on their way, how many have come to all ranks.
@@ -86,15 +85,14 @@ impl Decider {
         }
     }
 
-    /// Between two passes: what has come to all ranks is found from now on. Returns what moved since the last call.
-    pub(super) fn arrive(&mut self) -> Vec<Move> {
+    /// Between two passes: what has come to all ranks is found from now on.
+    pub(super) fn arrive(&mut self) {
         let come = self.come();
         for way in &mut self.ways {
             way.take(come);
             way.show();
         }
         self.pool.arrived(come);
-        self.pool.take_moves()
     }
 }
 
@@ -156,21 +154,78 @@ impl Together {
         Together::Other { residency, moves }
     }
 
-    /// What moved before a pass, the same on all ranks. Errors: the first one is gone.
-    pub(super) fn turn(&mut self) -> Result<Arc<[Move]>> {
+    /// Before a pass: experts move, the same ones on all ranks. Errors: the first one is gone.
+    pub(super) fn turn(&mut self) -> Result<()> {
         match self {
             Together::First { decider, others } => {
-                let moves: Arc<[Move]> = decider.arrive().into();
-                // One that has ended says so itself.
-                others.iter().for_each(|other| drop(other.send(moves.clone())));
-                Ok(moves)
+                decider.arrive();
+                if !others.is_empty() {
+                    let moves: Arc<[Move]> = decider.pool.residency().moves().into();
+                    // One that has ended says so itself.
+                    others.iter().for_each(|other| drop(other.send(moves.clone())));
+                }
+                Ok(())
             }
             Together::Other { residency, moves } => {
-                let moved = moves.recv().map_err(|_| Error::Device("the first of several GPUs has ended".into()))?;
-                residency.follow(&moved);
-                residency.take_moves();
-                Ok(moved)
+                let moves = moves.recv().map_err(|_| Error::Device("the first of several GPUs has ended".into()))?;
+                residency.follow(&moves);
+                Ok(())
             }
         }
+    }
+
+    /// Forgets [what moved](Residency::moves).
+    pub(super) fn forget_moves(&mut self) {
+        match self {
+            Together::First { decider, .. } => decider.pool.forget_moves(),
+            Together::Other { residency, .. } => residency.forget_moves(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moebius_cache::Precision;
+
+    use super::*;
+
+    fn first() -> Together {
+        let layouts = vec![ExpertLayout::new(64, 64, Precision::int4(32)).unwrap(); 2].into();
+        let residency = Residency::new((0..2).map(|_| (0..4).collect()), 2, 0);
+        Together::first(Decider::new(residency, &ExpertShape { layouts, experts: 4 }))
+    }
+
+    #[test]
+    fn others_move_what_the_first_one_moves() {
+        let mut first = first();
+        let mut others = [first.with_another(), first.with_another()];
+        for _ in 0..3 {
+            let Together::First { decider, .. } = &mut first else { panic!("it is the first one") };
+            // As if there were ways: slots are taken out, and given back.
+            decider.pool.make_room();
+            first.turn().unwrap();
+            let moved = first.residency().moves().to_vec();
+            assert!(!moved.is_empty());
+            first.forget_moves();
+            for other in &mut others {
+                other.turn().unwrap();
+                assert_eq!(other.residency().moves(), moved);
+                other.forget_moves();
+                let both = [&first, other].map(|of| [0, 1].map(|layer| of.residency().not_in_vram(layer).to_vec()));
+                assert_eq!(both[0], both[1]);
+            }
+        }
+        drop(first);
+        assert!(others[0].turn().is_err());
+    }
+
+    #[test]
+    fn nothing_comes_where_a_rank_has_no_way() {
+        let Together::First { mut decider, .. } = first() else { panic!("it is the first one") };
+        assert!(!decider.changes());
+        decider.add(None);
+        decider.make_room();
+        decider.arrive();
+        assert!(!decider.changes() && decider.pool.residency().moves().is_empty());
     }
 }
