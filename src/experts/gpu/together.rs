@@ -7,9 +7,9 @@
 //!          before a pass  move the same
 //! ```
 //!
-//! No rank still reads a slot into which an expert is sent. What is sent in a layer is shown behind sums of the layers
-//! before, in which all ranks have a part, and a rank looks what was sent before it has its part in a layer's sum; so it
-//! is in the same step, whose tables lack the slots that were taken out.
+//! No rank still reads a slot into which an expert is sent. What is sent in a layer is shown behind the sums of the
+//! layers before, in which all ranks have a part, and a rank looks what was sent before it has its part in a layer's
+//! sum. So it is in the same step, whose tables lack the slots that were taken out.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
