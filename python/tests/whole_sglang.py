@@ -201,8 +201,8 @@ def compare(name, given, flags, out, scratch):
             if what in references:
                 references[what].set_result(refer(server, prompts))
             # Sums over two GPUs are rounded in another order, by SGLang alone as well.
-            own = "gpu-tp2" if "tp2" in what and "gpu-tp2" in references else "gpu"
-            counts, answers, wrong = check(server, experts, prompts, references[own].result())
+            held_against = "gpu-tp2" if "tp2" in what and "gpu-tp2" in references else "gpu"
+            counts, answers, wrong = check(server, experts, prompts, references[held_against].result())
             if what == "gpu-tp2":
                 counts["beside_one_gpu"] = check(server, experts, prompts, references["gpu"].result())[2]
             texts = [tokenizer.decode(ids) for ids in answers]

@@ -104,8 +104,8 @@ pub(super) fn assemble(
         let parts = ExpertParts { spec, resident, team: &team, kernel, heap: &heap };
         let share = |rank| Share { rank, of: devices.len() };
         let sizes = Sizes { share: share(0), ..sizes };
-        let (mut first, memory);
-        (first, memory, speeds) = parts.executor(cuda, cache, sizes, report)?;
+        let (mut first, memory, measured) = parts.executor(cuda, cache, sizes, report)?;
+        speeds = measured;
         for (rank, (cuda, executor)) in devices.iter().zip(&mut executors).enumerate().skip(1) {
             cuda.enter_thread()?;
             // The CPU's share is computed once; other ranks ask for nothing.
@@ -280,13 +280,12 @@ pub(super) fn assemble_stages(
             report(LoadProgress::Weights(first + done, model.layers.len()));
             watch_memory()
         })?;
-        let (mut executor, mut speeds): (Option<Box<dyn ExpertExecutor<CudaBackend>>>, _) = (None, None);
+        let (mut executor, mut speeds) = (None, None);
         if let (Some(cache), Some(sizes)) = (cache.take(), stage.plan.sizes) {
             let stage_spec = stage.spec(spec);
             let parts = ExpertParts { spec: &stage_spec, resident, team: &team, kernel, heap: &heap };
-            let own;
-            (own, _, speeds) = parts.executor(cuda, cache, sizes, report)?;
-            executor = Some(Box::new(own));
+            let (own, _, measured) = parts.executor(cuda, cache, sizes, report)?;
+            (executor, speeds) = (Some(Box::new(own) as Box<dyn ExpertExecutor<CudaBackend>>), measured);
         }
         rates.push(GpuRates { vram_bytes, beside: Vec::new(), speeds });
         parts.push((backend, weights, executor));
