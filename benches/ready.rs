@@ -7,12 +7,12 @@
 //! on it as fits, `gpu-ram` with all experts in RAM. Each step is a process of its own, so that each has a peak of its
 //! own; before a cold one the files are written to disk and dropped from the page cache.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Mutex;
 use std::time::Instant;
 
 use half::bf16;
@@ -139,16 +139,16 @@ fn drop_pages(dir: &Path) -> Result<()> {
 
 /// Notes what resident weights are asked for.
 #[derive(Default)]
-struct Names(RefCell<Vec<(String, Vec<usize>)>>);
+struct Names(Mutex<Vec<(String, Vec<usize>)>>);
 
 impl TensorSource for Names {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
-        self.0.borrow_mut().push((name.into(), vec![rows, cols]));
+        self.0.lock().expect("no thread has ended with it").push((name.into(), vec![rows, cols]));
         Ok(HostTensor::Bf16 { data: vec![bf16::ZERO; rows * cols].into(), cols })
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<HostTensor<'_>> {
-        self.0.borrow_mut().push((name.into(), vec![len]));
+        self.0.lock().expect("no thread has ended with it").push((name.into(), vec![len]));
         Ok(vec![0.0; len].into())
     }
 }
@@ -165,7 +165,7 @@ fn tensors(model: &ModelConfig) -> Result<Vec<(String, Vec<usize>)>> {
     };
     let (names, nothing) = (Names::default(), CudaBackend::new(Cuda::plan(info), Limits { context: 64, table: 1 })?);
     Weights::load(&nothing, &names, model, DenseBits::Bf16, &|_, _| Ok(()))?;
-    let mut all = names.0.into_inner();
+    let mut all = names.0.into_inner().expect("no thread has ended with it");
     for (layer, moe) in model.moe_layers() {
         let (wide, narrow) = (model.hidden_size, moe.intermediate_size);
         for e in 0..moe.num_experts {

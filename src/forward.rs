@@ -149,8 +149,17 @@ impl<B: Backend> Model<B> {
                     ngrams,
                     buffers,
                 };
+                // First the attention of all parts, so that ranks sum one part's beside the ops of the next. Where both
+                // halves of a layer read one input, it stays in a buffer that parts share.
+                let is_parallel = layer.config.residual == Residual::Parallel;
+                if !is_parallel {
+                    parts.iter_mut().try_for_each(|part| layer.attend(part))?;
+                }
                 for part in &mut *parts {
-                    layer.run(part)?;
+                    if is_parallel {
+                        layer.attend(part)?;
+                    }
+                    layer.feed(part)?;
                     if let Some(tap) = &mut tap {
                         backend.wait_for_sum(&part.x);
                         steering.add(backend, config.number_of(i), part);
@@ -202,14 +211,12 @@ struct Layer<'a, B: Backend> {
 const CONNECTED: &str = "connected streams have buffers, and norms of both parts";
 
 impl<B: Backend> Layer<'_, B> {
-    /// `x += attention(norm(x)); x += ffn(norm(x))`, or as [`Residual`](crate::model::Residual) says.
-    fn run(&mut self, part: &mut Part<B>) -> Result<()> {
-        let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, choices, ngrams, buffers, .. } =
-            self;
+    /// `x += attention(norm(x))`, or as [`Residual`](crate::model::Residual) says.
+    fn attend(&mut self, part: &mut Part<B>) -> Result<()> {
+        let Self { backend, norm, norm_eps, config, weights, rope, cache, ngrams, buffers, .. } = self;
         let (backend, eps, lent) = (*backend, *norm_eps, self.lent);
         buffers.set_rows(backend, part.rows.len());
-        let Buffers { h, attention: of_attention, ffn: of_ffn, result, mixing, connecting, ngrams: of_ngrams } =
-            &mut **buffers;
+        let Buffers { h, attention: of_attention, result, mixing, connecting, ngrams: of_ngrams, .. } = &mut **buffers;
         let Part { batch, x, angles, chosen, shares, ngrams: rows, .. } = part;
 
         if let (Some(config), Some(weights), Some(i)) = (&config.ngrams, &weights.ngrams, ngrams) {
@@ -258,8 +265,16 @@ impl<B: Backend> Layer<'_, B> {
                 }
             }
         }
-        attention(&step, of_layer, of_attention, h, &mut stream)?;
+        attention(&step, of_layer, of_attention, h, &mut stream)
+    }
 
+    /// `x += ffn(norm(x))`, or as [`Residual`](crate::model::Residual) says.
+    fn feed(&mut self, part: &mut Part<B>) -> Result<()> {
+        let Self { backend, norm, norm_eps, config, weights, experts, choices, buffers, .. } = self;
+        let (backend, eps) = (*backend, *norm_eps);
+        buffers.set_rows(backend, part.rows.len());
+        let Buffers { h, ffn: of_ffn, result, mixing, connecting, .. } = &mut **buffers;
+        let Part { batch, x, shares, .. } = part;
         let of_experts = choices.zip(experts.as_ref()).map(|(choices, (_, number))| (choices, *number));
         let of_layer = ffn::Layer {
             config: &config.ffn,
@@ -337,8 +352,10 @@ impl<B: Backend> Model<B> {
         limits: Limits,
     ) -> Result<Self> {
         let config = config.share(backend.share())?;
-        // Copies of sums would stand behind those of experts: two H200 read prompts 5% faster without them.
-        if !experts.as_ref().is_some_and(|experts| experts.crosses()) {
+        // Copies of sums would stand behind those of experts: two H200 read prompts 5% faster without them. In one part
+        // more than two ranks would gain nothing.
+        let crosses = experts.as_ref().is_some_and(|experts| experts.crosses());
+        if !crosses && (limits.chunk_tokens < limits.tokens || backend.halves_from().is_none()) {
             backend.room_for_sums(limits.chunk_tokens, config.streams().width())?;
         }
         Ok(Self {

@@ -26,6 +26,12 @@ pub trait Rank: Dense {
         Ok(())
     }
 
+    /// Tokens from which a pass that has room for parts goes in two, so that ranks sum what one gives beside the ops of
+    /// the other; `None`: it is faster in one.
+    fn halves_from(&self) -> Option<usize> {
+        None
+    }
+
     /// Lets all ops that follow see the sum of `x`, if one is under way. RMS norms do without.
     fn wait_for_sum(&self, _x: &Self::Tensor) {}
 

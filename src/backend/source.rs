@@ -1,8 +1,8 @@
 //! Where resident weights come from: named tensors of a checkpoint, checked for shape and finite values; or shapes
 //! alone, where memory is only counted.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 
 use half::bf16;
 use moebius_cache::Precision;
@@ -150,7 +150,7 @@ fn decoded(source: &Source<'_>) -> Result<HostTensor<'static>> {
 }
 
 /// Where resident weights come from, by their Hugging Face names.
-pub trait TensorSource {
+pub trait TensorSource: Sync {
     /// The tensor `name` as `[rows, cols]`, quantized where it is stored so. Errors: as [`TensorSource::matrix`], but
     /// for numbers that nobody read yet.
     fn stored(&self, name: &str, rows: usize, cols: usize) -> Result<LinearWeight<'_>> {
@@ -274,7 +274,7 @@ pub type Held = BTreeMap<String, Precision>;
 #[derive(Default)]
 pub struct Shapes {
     held: Held,
-    asked: RefCell<BTreeMap<String, [usize; 2]>>,
+    asked: Mutex<BTreeMap<String, [usize; 2]>>,
 }
 
 impl Shapes {
@@ -285,14 +285,14 @@ impl Shapes {
 
     /// Names and shapes of the matrices that were asked for as they are stored.
     pub fn asked(self) -> BTreeMap<String, [usize; 2]> {
-        self.asked.into_inner()
+        self.asked.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl TensorSource for Shapes {
     fn stored(&self, name: &str, rows: usize, cols: usize) -> Result<LinearWeight<'_>> {
         let plain = self.matrix(name, rows, cols)?;
-        self.asked.borrow_mut().insert(name.into(), [rows, cols]);
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into(), [rows, cols]);
         Ok(match self.held.get(name) {
             Some(&precision) => LinearWeight::StoredShape(precision, [rows, cols]),
             None => plain.into(),

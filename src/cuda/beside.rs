@@ -96,16 +96,18 @@ impl Beside {
         let most = words.div_ceil(all.len());
         let first = words.min(number * most);
         let own_words = most.min(words - first);
-        let others = || all.iter().enumerate().filter(|(rank, _)| rank != number).map(|(_, shown)| shown).enumerate();
+        // Each rank begins with the next one, so that no two read or write the same one's memory at a time.
+        let others = || (1..all.len()).map(|i| (number + i) % all.len());
         let place = |x: Address<f32>| x.add(4 * first);
-        let of = |shown: &Shown| place(Address::of_another(shown.x[slot].load(Relaxed)));
-        for (i, shown) in others() {
-            cuda.copy_within(stream, terms.add(4 * i * most), of(shown), 16 * own_words);
+        let of = |rank: usize| place(Address::of_another(all[rank].x[slot].load(Relaxed)));
+        for rank in others() {
+            let term = rank - usize::from(rank > *number);
+            cuda.copy_within(stream, terms.add(4 * term * most), of(rank), 16 * own_words);
         }
         launch!(cuda, stream, kernels::add_terms, [own_words.div_ceil(ADDED), 1, 1];
             place(x), terms, most as i32, own_words as i32, *number as i32, all.len() as i32);
-        for (_, shown) in others() {
-            cuda.copy_within(stream, of(shown), place(x), 16 * own_words);
+        for rank in others() {
+            cuda.copy_within(stream, of(rank), place(x), 16 * own_words);
         }
         cuda.record(&own.ended[slot], stream);
         own.has_ended.store(sum + 1, Release);

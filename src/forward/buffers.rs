@@ -95,10 +95,12 @@ impl<B: Backend> Parts<B> {
     pub(super) fn cut(&mut self, backend: &B, batch: &Batch) -> &mut [Part<B>] {
         let Self { all, used, limits: Limits { tokens, chunk_tokens, .. }, cut } = self;
         assert!(batch.len() <= *tokens, "a batch larger than was allocated for");
-        *used = batch.len().div_ceil(*chunk_tokens);
+        let halves = all.len() > 1 && backend.halves_from().is_some_and(|least| batch.len() >= least);
+        let rows = if halves { batch.len().div_ceil(2).min(*chunk_tokens) } else { *chunk_tokens };
+        *used = batch.len().div_ceil(rows);
         let parts = &mut all[..*used];
         for (i, part) in parts.iter_mut().enumerate() {
-            part.rows = i * *chunk_tokens..batch.len().min((i + 1) * *chunk_tokens);
+            part.rows = i * rows..batch.len().min((i + 1) * rows);
             if *used == 1 {
                 backend.set_batch(&mut part.batch, batch);
             } else {

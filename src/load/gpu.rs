@@ -16,6 +16,7 @@ mod speed;
 mod stages;
 mod ways;
 
+use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -72,25 +73,38 @@ pub(super) fn assemble(
     let vram_bytes = cuda.vram_bandwidth(SAMPLE_BYTES)?;
     let beside_rates = beside.iter().map(HolderRates::measure).collect::<Result<Vec<_>>>()?;
     cuda.enter_thread()?;
-    let mut ranks = match devices.len() {
-        1 => Vec::new(),
-        _ => Rank::of_devices(&devices)?,
-    }
-    .into_iter();
-    let dense = |cuda: &Arc<Cuda>| {
+    let ranks: Vec<_> = match devices.len() {
+        1 => vec![None],
+        _ => Rank::of_devices(&devices)?.into_iter().map(Some).collect(),
+    };
+    let dense = |cuda: &Arc<Cuda>, rank: Option<Rank>| -> Result<_> {
         cuda.enter_thread()?;
         let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, plan.max_context))?;
-        let backend = match ranks.next() {
-            None => backend,
-            Some(rank) => backend.with_rank(rank),
+        let (is_first, backend) = match rank {
+            None => (true, backend),
+            Some(rank) => (rank.number() == 0, backend.with_rank(rank)),
         };
         let weights = Weights::load(&backend, resident, model, config.dense, &|done, layers| {
-            report(LoadProgress::Weights(done, layers));
+            if is_first {
+                report(LoadProgress::Weights(done, layers));
+            }
             watch_memory()
         })?;
         Ok((backend, weights))
     };
-    let mut parts = devices.iter().map(dense).collect::<Result<Vec<_>>>()?;
+    // As many at a time as there is RAM for; they read the same files.
+    let at_a_time = (topology::available_bytes() / LOADING_BYTES).clamp(1, devices.len() as u64) as usize;
+    let (mut parts, mut ranks, dense) = (Vec::new(), ranks.into_iter(), &dense);
+    for some in devices.chunks(at_a_time) {
+        let loaded: Vec<_> = std::thread::scope(|scope| {
+            let start = |(cuda, rank)| scope.spawn(move || dense(cuda, rank));
+            let threads: Vec<_> = some.iter().zip(ranks.by_ref()).map(start).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+        });
+        for part in loaded {
+            parts.push(part?);
+        }
+    }
     if let Some(((first, _), others)) = parts.split_first_mut() {
         for (backend, _) in others {
             backend.cuda().enter_thread()?;
@@ -379,6 +393,9 @@ fn describe(
     line
 }
 
+/// What a rank may take of RAM while its weights are loaded: some tensors, the largest in f32.
+const LOADING_BYTES: u64 = 8 << 30;
+
 /// Longer than the device takes from one layer's experts to the next one's, in decode.
 const DEVICE_TURN: Duration = Duration::from_micros(400);
 
@@ -392,10 +409,9 @@ fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -
         .min((topology::available_bytes() / 16) as usize)
         .min(cpu.memory().bytes() as usize)
         .next_multiple_of(4096);
-    // Each link carries its own part of an expert.
-    let pcie_bytes = sizes.share.of as f64 * cuda.pcie_bandwidth(sample)?;
+    let of_a_link = cuda.pcie_bandwidth(sample)?;
     team.fit(1);
-    let cpu_bytes = CostModel::CPU_SHARE * 1e9 * read_bandwidth(team, sample, Pages::Huge, 3)?;
+    let read_bytes = 1e9 * read_bandwidth(team, sample, Pages::Huge, 3)?;
 
     let layout = cpu.memory().cache().layout(0);
     let (experts, tokens) = (cpu.memory().cache().num_experts(), sizes.cpu_tokens.min(128));
@@ -410,5 +426,9 @@ fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -
         seconds = seconds.min(started.elapsed().as_secs_f64());
     }
     let products = (layout.weights() * tokens * sizes.top_k) as f64;
-    Ok(CostModel { cpu_bytes, cpu_products: products / seconds, pcie_bytes })
+    Ok(CostModel {
+        cpu_bytes: CostModel::CPU_SHARE * read_bytes,
+        cpu_products: products / seconds,
+        pcie_bytes: CostModel::links(sizes.share.of, of_a_link, read_bytes),
+    })
 }

@@ -8,8 +8,8 @@ use super::product::{FEW_TOKENS, Form};
 use super::{CudaBackend, Tensor};
 use crate::Result;
 use crate::backend::Rank;
-use crate::cuda::Hop;
 use crate::cuda::kernels::RankSum;
+use crate::cuda::{self, Hop};
 use crate::model::Share;
 
 /// A sum of some rows of a tensor, beside what else is computed.
@@ -36,11 +36,12 @@ impl CudaBackend {
     /// whether they do: few rows are made at once, and not summed.
     pub(crate) fn sum_as_it_is_made(&self, x: &Tensor, mut make: impl FnMut(&Range<usize>)) -> bool {
         let least = if self.cuda.info.is_emulated() { 2 } else { LEAST_RUN };
-        let Some(rank) = self.rank.as_ref().filter(|rank| rank.has_room_for_sums() && x.rows >= RUNS * least) else {
+        let enough = |rank: &&_| x.rows >= runs(rank) * least;
+        let Some(rank) = self.rank.as_ref().filter(|rank| rank.has_room_for_sums()).filter(enough) else {
             make(&(0..x.rows));
             return false;
         };
-        let most = x.rows.div_ceil(RUNS).next_multiple_of(RUN_STEP.min(least));
+        let most = x.rows.div_ceil(runs(rank)).next_multiple_of(RUN_STEP.min(least));
         for first in (0..x.rows).step_by(most) {
             let rows = first..x.rows.min(first + most);
             make(&rows);
@@ -64,13 +65,21 @@ impl CudaBackend {
     }
 }
 
-/// Runs that many rows are made and summed in, and of which each is a multiple of so many rows.
-const RUNS: usize = 2;
+/// Ranks up to which many rows are made and summed in two runs, each a multiple of so many rows, and a pass goes in one
+/// part: of two H100 in two, sums would hide, but experts with half the tokens are multiplied 12% slower, which costs
+/// more; four read prompts 24% faster in two.
+const RUN_RANKS: usize = 2;
 const RUN_STEP: usize = 64;
-/// Ranks up to which copies of their parts, one behind the other, take less time than kernels that read all at once.
-const MOST_RANKS: usize = 2;
 /// Rows of a run for which products are as fast as for more.
 const LEAST_RUN: usize = 1024;
+/// Tokens from which a pass goes in two parts, and where the GPUs are emulated.
+const HALVES_FROM: usize = 2 * LEAST_RUN;
+const EMULATED_HALVES: usize = 32;
+
+/// Runs that a part's rows are made and summed in.
+fn runs(rank: &cuda::Rank) -> usize {
+    if rank.of() <= RUN_RANKS { 2 } else { 1 }
+}
 
 impl Rank for CudaBackend {
     type Way = Hop;
@@ -87,11 +96,14 @@ impl Rank for CudaBackend {
 
     fn room_for_sums(&mut self, rows: usize, cols: usize) -> Result<()> {
         match &mut self.rank {
-            Some(rank) if rank.of() <= MOST_RANKS => {
-                rank.room_for_sums(rows.div_ceil(RUNS).next_multiple_of(RUN_STEP) * cols)
-            }
-            _ => Ok(()),
+            Some(rank) => rank.room_for_sums(rows.div_ceil(runs(rank)).next_multiple_of(RUN_STEP) * cols),
+            None => Ok(()),
         }
+    }
+
+    fn halves_from(&self) -> Option<usize> {
+        self.rank.as_ref().filter(|rank| rank.of() > RUN_RANKS)?;
+        Some(if self.cuda.info.is_emulated() { EMULATED_HALVES } else { HALVES_FROM })
     }
 
     fn wait_for_sum(&self, x: &Tensor) {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::backend::Rank as _;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cuda::{self as gpu, CudaBackend};
 use crate::backend::source::Shapes;
@@ -174,7 +175,7 @@ pub(super) struct Planner<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct Most {
     limits: Limits,
-    max_context: usize,
+    pub(super) max_context: usize,
     kv_blocks: usize,
 }
 
@@ -196,6 +197,15 @@ impl Most {
     }
 }
 
+/// What is kept of sequences in pinned RAM, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KeptBytes {
+    /// A block of the KV cache.
+    pub(super) block: u64,
+    /// A snapshot of a sequence's recurrent state.
+    pub(super) snapshot: u64,
+}
+
 /// A plan for parts of some size, or the VRAM that it would need at least, without the driver's.
 enum Attempt {
     Fits(Box<GpuPlan>),
@@ -208,6 +218,11 @@ impl Planner<'_> {
         self.vram.saturating_sub(CONTEXT_BYTES)
     }
 
+    /// See [`Rank::halves_from`](crate::backend::Rank::halves_from).
+    fn halves_from(&self) -> Result<Option<usize>> {
+        Ok(planned(&self.spec, &Cuda::plan(self.device.clone()), BLOCK_SIZE)?.halves_from())
+    }
+
     /// The plan with the largest parts that fit; else what the smallest parts need.
     fn plan(&self) -> Result<Attempt> {
         if let Some(most) = self.most {
@@ -217,7 +232,15 @@ impl Planner<'_> {
         let pass = config.max_batch_tokens.unwrap_or(CHUNKS[0]);
         let of = |chunk: usize| {
             let tokens = if config.max_batch_tokens.is_some() { pass } else { chunk };
-            self.attempt(Limits { tokens, chunk_tokens: chunk, logit_rows: config.max_sequences })
+            let limits = Limits { tokens, chunk_tokens: chunk, logit_rows: config.max_sequences };
+            // Experts that cross would cross for each half.
+            if self.halves_from()?.is_some_and(|least| chunk >= least)
+                && let Attempt::Fits(plan) = self.attempt(Limits { chunk_tokens: chunk.div_ceil(2), ..limits })?
+                && plan.ring == 0
+            {
+                return Ok(Attempt::Fits(plan));
+            }
+            self.attempt(limits)
         };
         let (largest, smallest) = (pass.min(CHUNKS[0]), pass.min(CHUNKS[CHUNKS.len() - 1]));
         if let fits @ Attempt::Fits(_) = of(largest)? {
@@ -251,16 +274,15 @@ impl Planner<'_> {
             return Ok(Err(Short::Ram { needed, available }));
         }
         let free = available - needed;
-        let block = self.pinned_bytes(plan.max_context, CacheSize { host_blocks: 1, ..CacheSize::default() })?;
+        let KeptBytes { block, snapshot } = self.kept_bytes(plan.max_context)?;
         let kv_host = spec.config.kv_host.filter(|_| spec.config.prefix_cache).unwrap_or(0);
         let host_blocks = match block {
             0 => 0, // of a stage whose layers all keep states instead
             block => count("--kv-host", kv_host, ("a block of 64 tokens", block), free)?,
         };
         let kv_host = host_blocks as u64 * block;
-        let one = self.pinned_bytes(plan.max_context, CacheSize { snapshots: 1, ..CacheSize::default() })?;
-        let snapshots = snapshots(spec.config, one, free - kv_host)?;
-        Ok(Ok(GpuPlan { kv_host, host_blocks, snapshots, state_cache: snapshots as u64 * one, ..plan }))
+        let snapshots = snapshots(spec.config, snapshot, free - kv_host)?;
+        Ok(Ok(GpuPlan { kv_host, host_blocks, snapshots, state_cache: snapshots as u64 * snapshot, ..plan }))
     }
 
     /// The VRAM that a plan would need at least, without the driver's; `None`: there is a plan, or never one.
@@ -294,6 +316,14 @@ impl Planner<'_> {
             Attempt::Fits(plan) => self.experts(*plan, &shape.part(share)?.0, sizes),
             needs => Ok(needs),
         }
+    }
+
+    /// What may be kept in RAM beside a context of so many tokens.
+    pub(super) fn kept_bytes(&self, context: usize) -> Result<KeptBytes> {
+        Ok(KeptBytes {
+            block: self.pinned_bytes(context, CacheSize { host_blocks: 1, ..CacheSize::default() })?,
+            snapshot: self.pinned_bytes(context, CacheSize { snapshots: 1, ..CacheSize::default() })?,
+        })
     }
 
     /// Pinned RAM of a cache of this size.

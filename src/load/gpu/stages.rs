@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::plan::{CONTEXT_BYTES, GpuPlan, Most, Planner, Short, check};
+use super::plan::{CONTEXT_BYTES, GpuPlan, KeptBytes, Most, Planner, Short, check};
 use super::speed::{GpuRates, on_gpu};
 use crate::backend::batch::BLOCK_SIZE;
 use crate::config::EngineConfig;
@@ -186,22 +186,12 @@ enum Division {
 
 /// Plans each stage without what may be kept in RAM; then again with what they have in common, and with that.
 fn divide(spec: &Spec<'_>, rooms: Vec<(&Place, Range<usize>)>, machine: &Machine) -> Result<Division> {
-    let layers = spec.model.layers.len() as u64;
-    let stage = |(place, run): &(&Place, Range<usize>)| {
-        let share = |bytes: u64| bytes / layers * run.len() as u64;
-        let config = EngineConfig {
-            kv_host: spec.config.kv_host.map(share),
-            state_cache: spec.config.state_cache.map(share),
-            ..spec.config.clone()
-        };
-        ((*place).clone(), spec.model.stage(run.clone()), config)
-    };
-    let stages: Vec<_> = rooms.iter().map(stage).collect();
+    let stages: Vec<_> = rooms.iter().map(|(place, run)| ((*place).clone(), spec.model.stage(run.clone()))).collect();
     let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
     let (mut plans, mut lacking, mut needed) = (Vec::new(), Vec::new(), Vec::new());
-    for (place, model, config) in &stages {
-        let config = EngineConfig { kv_host: None, state_cache: Some(0), ..config.clone() };
-        let spec = spec.stage(model, &config);
+    let alone = EngineConfig { kv_host: None, state_cache: Some(0), ..spec.config.clone() };
+    for (place, model) in &stages {
+        let spec = spec.stage(model, &alone);
         let planner = Planner { spec: spec.clone(), device: &place.info, vram: place.vram, most: None };
         let taken = needed.iter().sum::<u64>();
         match planner.attempt_beside(machine, available.saturating_sub(taken))? {
@@ -220,11 +210,26 @@ fn divide(spec: &Spec<'_>, rooms: Vec<(&Place, Range<usize>)>, machine: &Machine
     if plans.len() < stages.len() {
         return Ok(Division::Lacks(lacking));
     }
-    let most = Some(Most::of(plans.iter()));
+    let most = Most::of(plans.iter());
+    // What may be kept in RAM is shared out by what a block and a snapshot take of each, so that all have as many.
+    let mut each = Vec::new();
+    for (place, model) in &stages {
+        let planner = Planner { spec: spec.stage(model, &alone), device: &place.info, vram: place.vram, most: None };
+        each.push(planner.kept_bytes(most.max_context)?);
+    }
+    let shared = |bytes: u64, of: &dyn Fn(&KeptBytes) -> u64, own: &KeptBytes| match each.iter().map(of).sum::<u64>() {
+        0 => 0,
+        all => (u128::from(bytes) * u128::from(of(own)) / u128::from(all)) as u64,
+    };
     let mut spare = available.saturating_sub(needed.iter().sum());
     let mut divided = Vec::new();
-    for ((place, model, config), needed) in stages.into_iter().zip(needed) {
-        let spec = spec.stage(&model, &config);
+    for (((place, model), needed), own) in stages.into_iter().zip(needed).zip(&each) {
+        let config = EngineConfig {
+            kv_host: spec.config.kv_host.map(|bytes| shared(bytes, &|of| of.block, own)),
+            state_cache: spec.config.state_cache.map(|bytes| shared(bytes, &|of| of.snapshot, own)),
+            ..spec.config.clone()
+        };
+        let (spec, most) = (spec.stage(&model, &config), Some(most));
         let planner = Planner { spec: spec.clone(), device: &place.info, vram: place.vram, most };
         // With what they have in common a stage has more experts in VRAM, and no more in RAM.
         let plan = match planner.attempt_beside(machine, needed + spare)? {
