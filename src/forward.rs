@@ -360,7 +360,7 @@ impl<B: Backend> Model<B> {
         }
         Ok(Self {
             ropes: Ropes::new(&backend, &config)?,
-            parts: Parts::new(&backend, &config, limits)?,
+            parts: Parts::new(&backend, &config, limits, !crosses)?,
             buffers: Buffers::new(&backend, &config, &kv, limits.chunk_tokens)?,
             steering: Steering::new(&backend, &config)?,
             head: Head::new(&backend, &config, if weights.head.is_some() { limits.logit_rows } else { 0 })?,

@@ -20,7 +20,7 @@ use crate::Result;
 /// Sums that may be under way.
 const SLOTS: usize = 8;
 
-/// Sums that a rank's thread may be ahead of another's: four layers.
+/// Sums that a rank's thread may be ahead of another's: four layers, or two in two parts.
 const AHEAD: usize = 8;
 
 /// What a rank shows the others.

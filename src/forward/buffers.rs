@@ -18,7 +18,7 @@ pub struct Limits {
     /// Tokens of a pass.
     pub tokens: usize,
     /// Tokens that go through an op at a time. A pass of more takes each layer in parts, so that a layer's experts are
-    /// fetched once.
+    /// fetched once; several ranks may take one of fewer in two.
     pub chunk_tokens: usize,
     /// Rows of logits at a time.
     pub logit_rows: usize,
@@ -36,7 +36,8 @@ pub(super) struct Parts<B: Backend> {
     all: Vec<Part<B>>,
     used: usize, // of the last pass
     limits: Limits,
-    cut: Batch, // a part of the batch on its way to the device
+    halves_from: Option<usize>, // tokens, of a pass that is no step of decode: see `Rank::halves_from`
+    cut: Batch,                 // a part of the batch on its way to the device
 }
 
 /// What lasts through all layers, of one part.
@@ -63,7 +64,8 @@ pub(super) struct Buffers<B: Backend> {
 }
 
 impl<B: Backend> Parts<B> {
-    pub(super) fn new(backend: &B, model: &ModelConfig, limits: Limits) -> Result<Self> {
+    /// `halves`: where ranks sum one part's results beside another's ops.
+    pub(super) fn new(backend: &B, model: &ModelConfig, limits: Limits, halves: bool) -> Result<Self> {
         let (tokens, width) = (limits.chunk_tokens, model.streams().width());
         let ropes = model.ropes();
         let indexer = model.indexer();
@@ -82,8 +84,9 @@ impl<B: Backend> Parts<B> {
                 width,
             })
         };
-        let all = (0..limits.tokens.div_ceil(tokens)).map(part).collect::<Result<_>>()?;
-        Ok(Self { all, used: 0, limits, cut: Batch::default() })
+        let all: Vec<_> = (0..limits.tokens.div_ceil(tokens)).map(part).collect::<Result<_>>()?;
+        let halves_from = backend.halves_from().filter(|_| halves && all.len() > 1);
+        Ok(Self { all, used: 0, limits, halves_from, cut: Batch::default() })
     }
 
     /// Tokens of a pass at most.
@@ -93,9 +96,9 @@ impl<B: Backend> Parts<B> {
 
     /// Brings the parts of `batch` to the device.
     pub(super) fn cut(&mut self, backend: &B, batch: &Batch) -> &mut [Part<B>] {
-        let Self { all, used, limits: Limits { tokens, chunk_tokens, .. }, cut } = self;
+        let Self { all, used, limits: Limits { tokens, chunk_tokens, .. }, halves_from, cut } = self;
         assert!(batch.len() <= *tokens, "a batch larger than was allocated for");
-        let halves = all.len() > 1 && backend.halves_from().is_some_and(|least| batch.len() >= least);
+        let halves = halves_from.is_some_and(|least| batch.len() >= least) && batch.spans.len() < batch.len();
         let rows = if halves { batch.len().div_ceil(2).min(*chunk_tokens) } else { *chunk_tokens };
         *used = batch.len().div_ceil(rows);
         let parts = &mut all[..*used];

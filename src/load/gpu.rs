@@ -409,9 +409,9 @@ fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -
         .min((topology::available_bytes() / 16) as usize)
         .min(cpu.memory().bytes() as usize)
         .next_multiple_of(4096);
-    let of_a_link = cuda.pcie_bandwidth(sample)?;
+    let pcie_bytes = CostModel::links(sizes.share.of, cuda.pcie_bandwidth(sample)?);
     team.fit(1);
-    let read_bytes = 1e9 * read_bandwidth(team, sample, Pages::Huge, 3)?;
+    let cpu_bytes = CostModel::CPU_SHARE * 1e9 * read_bandwidth(team, sample, Pages::Huge, 3)?;
 
     let layout = cpu.memory().cache().layout(0);
     let (experts, tokens) = (cpu.memory().cache().num_experts(), sizes.cpu_tokens.min(128));
@@ -426,9 +426,5 @@ fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -
         seconds = seconds.min(started.elapsed().as_secs_f64());
     }
     let products = (layout.weights() * tokens * sizes.top_k) as f64;
-    Ok(CostModel {
-        cpu_bytes: CostModel::CPU_SHARE * read_bytes,
-        cpu_products: products / seconds,
-        pcie_bytes: CostModel::links(sizes.share.of, of_a_link, read_bytes),
-    })
+    Ok(CostModel { cpu_bytes, cpu_products: products / seconds, pcie_bytes })
 }

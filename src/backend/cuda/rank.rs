@@ -35,7 +35,7 @@ impl CudaBackend {
     /// Calls `make` with runs of rows of `x`, which ranks sum one after the other while the next are made. Returns
     /// whether they do: few rows are made at once, and not summed.
     pub(crate) fn sum_as_it_is_made(&self, x: &Tensor, mut make: impl FnMut(&Range<usize>)) -> bool {
-        let least = if self.cuda.info.is_emulated() { 2 } else { LEAST_RUN };
+        let least = if self.cuda.info.is_emulated() { EMULATED_RUN } else { LEAST_RUN };
         let enough = |rank: &&_| x.rows >= runs(rank) * least;
         let Some(rank) = self.rank.as_ref().filter(|rank| rank.has_room_for_sums()).filter(enough) else {
             make(&(0..x.rows));
@@ -65,13 +65,16 @@ impl CudaBackend {
     }
 }
 
-/// Ranks up to which many rows are made and summed in two runs, each a multiple of so many rows, and a pass goes in one
-/// part: of two H100 in two, sums would hide, but experts with half the tokens are multiplied 12% slower, which costs
-/// more; four read prompts 24% faster in two.
+/// Ranks up to which a part's rows are made and summed in two runs. More take a pass in two parts, which made four H100
+/// read prompts 24% faster. On two it would cost more than it gains, because experts with half the tokens are
+/// multiplied 12% slower.
 const RUN_RANKS: usize = 2;
+/// Rows that a run is a multiple of.
 const RUN_STEP: usize = 64;
 /// Rows of a run for which products are as fast as for more.
 const LEAST_RUN: usize = 1024;
+/// The same where the GPUs are emulated.
+const EMULATED_RUN: usize = 14;
 /// Tokens from which a pass goes in two parts, and where the GPUs are emulated.
 const HALVES_FROM: usize = 2 * LEAST_RUN;
 const EMULATED_HALVES: usize = 32;

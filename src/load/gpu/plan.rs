@@ -233,10 +233,10 @@ impl Planner<'_> {
         let of = |chunk: usize| {
             let tokens = if config.max_batch_tokens.is_some() { pass } else { chunk };
             let limits = Limits { tokens, chunk_tokens: chunk, logit_rows: config.max_sequences };
-            // Experts that cross would cross for each half.
-            if self.halves_from()?.is_some_and(|least| chunk >= least)
+            // A pass that is not halved is one part. Experts in RAM would cross for each half.
+            if self.halves_from()?.is_some_and(|least| chunk / 2 >= least)
                 && let Attempt::Fits(plan) = self.attempt(Limits { chunk_tokens: chunk.div_ceil(2), ..limits })?
-                && plan.ring == 0
+                && plan.ram == 0
             {
                 return Ok(Attempt::Fits(plan));
             }

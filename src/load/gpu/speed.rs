@@ -52,7 +52,7 @@ impl GpuRates {
         let speeds = CostModel {
             cpu_bytes: CostModel::CPU_SHARE * cpu.read_bytes,
             cpu_products: cpu.expert_products,
-            pcie_bytes: CostModel::links(ranks, pcie_bytes, cpu.read_bytes),
+            pcie_bytes: CostModel::links(ranks, pcie_bytes),
         };
         Self { vram_bytes, beside: Vec::new(), speeds: Some(speeds) }
     }

@@ -10,6 +10,7 @@ use crate::backend::batch::BLOCK_SIZE;
 use crate::config::EngineConfig;
 use crate::cuda::{Cuda, DeviceInfo};
 use crate::load::machine::{Machine, RESERVE_BYTES, gib};
+use crate::load::memory::count;
 use crate::load::remedy::{either, flags};
 use crate::load::spec::Spec;
 use crate::load::speed::Expected;
@@ -217,16 +218,26 @@ fn divide(spec: &Spec<'_>, rooms: Vec<(&Place, Range<usize>)>, machine: &Machine
         let planner = Planner { spec: spec.stage(model, &alone), device: &place.info, vram: place.vram, most: None };
         each.push(planner.kept_bytes(most.max_context)?);
     }
-    let shared = |bytes: u64, of: &dyn Fn(&KeptBytes) -> u64, own: &KeptBytes| match each.iter().map(of).sum::<u64>() {
+    let sum = |of: &dyn Fn(&KeptBytes) -> u64| each.iter().map(of).sum::<u64>();
+    let all = KeptBytes { block: sum(&|of| of.block), snapshot: sum(&|of| of.snapshot) };
+    for (flag, bytes, what, one) in [
+        ("--kv-host", spec.config.kv_host, "a block of 64 tokens", all.block),
+        ("--state-cache", spec.config.state_cache, "the state of a sequence", all.snapshot),
+    ] {
+        if let (Some(bytes), true) = (bytes, one > 0 && spec.config.prefix_cache) {
+            count(flag, bytes, (what, one), available)?;
+        }
+    }
+    let shared = |bytes: u64, own: u64, all: u64| match all {
         0 => 0,
-        all => (u128::from(bytes) * u128::from(of(own)) / u128::from(all)) as u64,
+        _ => (u128::from(bytes) * u128::from(own) / u128::from(all)) as u64,
     };
     let mut spare = available.saturating_sub(needed.iter().sum());
     let mut divided = Vec::new();
     for (((place, model), needed), own) in stages.into_iter().zip(needed).zip(&each) {
         let config = EngineConfig {
-            kv_host: spec.config.kv_host.map(|bytes| shared(bytes, &|of| of.block, own)),
-            state_cache: spec.config.state_cache.map(|bytes| shared(bytes, &|of| of.snapshot, own)),
+            kv_host: spec.config.kv_host.map(|bytes| shared(bytes, own.block, all.block)),
+            state_cache: spec.config.state_cache.map(|bytes| shared(bytes, own.snapshot, all.snapshot)),
             ..spec.config.clone()
         };
         let (spec, most) = (spec.stage(&model, &config), Some(most));
