@@ -28,7 +28,7 @@ impl CostModel {
     /// `of_one`. Four H100 took 98 GB/s over two links and 143 to 163 over four, of 54 over one; what the CPU of that
     /// host read, 67 to 148, did not bound them.
     pub fn links(ranks: usize, of_one: f64) -> f64 {
-        (ranks as f64).powf(0.8) * of_one
+        (ranks as f64).powf(0.75) * of_one
     }
 
     /// Seconds that the CPU takes for one of `all` experts of a layer, in the mean, for a batch of `tokens` with
