@@ -25,8 +25,8 @@ impl CostModel {
     const HOP_SHARE: f64 = 0.7;
 
     /// Bytes a second over the links of so many ranks, each with its part of every expert, of which one alone carries
-    /// `of_one`. Four H100 took 98 GB/s over two links and 143 to 163 over four, of 54 over one; what the CPU of that
-    /// host read, 67 to 148, did not bound them.
+    /// `of_one`. Four H100 took 98 GB/s over two links and 143 to 163 over four, of 54 over one; 163 where the CPU
+    /// read 133, so that is no bound.
     pub fn links(ranks: usize, of_one: f64) -> f64 {
         (ranks as f64).powf(0.75) * of_one
     }

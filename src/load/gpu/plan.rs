@@ -218,11 +218,6 @@ impl Planner<'_> {
         self.vram.saturating_sub(CONTEXT_BYTES)
     }
 
-    /// See [`Rank::halves_from`](crate::backend::Rank::halves_from).
-    fn halves_from(&self) -> Result<Option<usize>> {
-        Ok(planned(&self.spec, &Cuda::plan(self.device.clone()), BLOCK_SIZE)?.halves_from())
-    }
-
     /// The plan with the largest parts that fit; else what the smallest parts need.
     fn plan(&self) -> Result<Attempt> {
         if let Some(most) = self.most {
@@ -230,11 +225,12 @@ impl Planner<'_> {
         }
         let config = self.spec.config;
         let pass = config.max_batch_tokens.unwrap_or(CHUNKS[0]);
+        let halves_from = planned(&self.spec, &Cuda::plan(self.device.clone()), BLOCK_SIZE)?.halves_from();
         let of = |chunk: usize| {
             let tokens = if config.max_batch_tokens.is_some() { pass } else { chunk };
             let limits = Limits { tokens, chunk_tokens: chunk, logit_rows: config.max_sequences };
             // A pass that is not halved is one part. Experts in RAM would cross for each half.
-            if self.halves_from()?.is_some_and(|least| chunk / 2 >= least)
+            if halves_from.is_some_and(|least| chunk / 2 >= least)
                 && let Attempt::Fits(plan) = self.attempt(Limits { chunk_tokens: chunk.div_ceil(2), ..limits })?
                 && plan.ram == 0
             {

@@ -212,34 +212,15 @@ fn divide(spec: &Spec<'_>, rooms: Vec<(&Place, Range<usize>)>, machine: &Machine
         return Ok(Division::Lacks(lacking));
     }
     let most = Most::of(plans.iter());
-    // What may be kept in RAM is shared out by what a block and a snapshot take of each, so that all have as many.
-    let mut each = Vec::new();
-    for (place, model) in &stages {
+    let kept = |(place, model): &(Place, ModelConfig)| {
         let planner = Planner { spec: spec.stage(model, &alone), device: &place.info, vram: place.vram, most: None };
-        each.push(planner.kept_bytes(most.max_context)?);
-    }
-    let sum = |of: &dyn Fn(&KeptBytes) -> u64| each.iter().map(of).sum::<u64>();
-    let all = KeptBytes { block: sum(&|of| of.block), snapshot: sum(&|of| of.snapshot) };
-    for (flag, bytes, what, one) in [
-        ("--kv-host", spec.config.kv_host, "a block of 64 tokens", all.block),
-        ("--state-cache", spec.config.state_cache, "the state of a sequence", all.snapshot),
-    ] {
-        if let (Some(bytes), true) = (bytes, one > 0 && spec.config.prefix_cache) {
-            count(flag, bytes, (what, one), available)?;
-        }
-    }
-    let shared = |bytes: u64, own: u64, all: u64| match all {
-        0 => 0,
-        _ => (u128::from(bytes) * u128::from(own) / u128::from(all)) as u64,
+        planner.kept_bytes(most.max_context)
     };
+    let kept = stages.iter().map(kept).collect::<Result<Vec<_>>>()?;
     let mut spare = available.saturating_sub(needed.iter().sum());
+    let configs = shared_out(spec.config, &kept, spare)?;
     let mut divided = Vec::new();
-    for (((place, model), needed), own) in stages.into_iter().zip(needed).zip(&each) {
-        let config = EngineConfig {
-            kv_host: spec.config.kv_host.map(|bytes| shared(bytes, own.block, all.block)),
-            state_cache: spec.config.state_cache.map(|bytes| shared(bytes, own.snapshot, all.snapshot)),
-            ..spec.config.clone()
-        };
+    for (((place, model), needed), config) in stages.into_iter().zip(needed).zip(configs) {
         let (spec, most) = (spec.stage(&model, &config), Some(most));
         let planner = Planner { spec: spec.clone(), device: &place.info, vram: place.vram, most };
         // With what they have in common a stage has more experts in VRAM, and no more in RAM.
@@ -257,6 +238,23 @@ fn divide(spec: &Spec<'_>, rooms: Vec<(&Place, Range<usize>)>, machine: &Machine
         divided.push(StagePlan { number: place.number, model: model.clone(), config: config.clone(), plan });
     }
     Ok(Division::Fits(divided))
+}
+
+/// The choices of a run for each stage: what sequences may keep in RAM is shared out by what a block and a snapshot
+/// take there, so that all stages have as many. Errors: so much is not `spare`, or holds none.
+fn shared_out(config: &EngineConfig, kept: &[KeptBytes], spare: u64) -> Result<Vec<EngineConfig>> {
+    let share = |flag, bytes: Option<u64>, what, of: fn(&KeptBytes) -> u64| {
+        let all = kept.iter().map(of).sum::<u64>();
+        if let (Some(bytes), true) = (bytes, all > 0 && config.prefix_cache) {
+            count(flag, bytes, (what, all), spare)?;
+        }
+        let part = move |bytes: u64, own| (u128::from(bytes) * u128::from(of(own)) / u128::from(all.max(1))) as u64;
+        Ok::<_, Error>(move |own| bytes.map(|bytes| part(bytes, own)))
+    };
+    let kv_host = share("--kv-host", config.kv_host, "a block of 64 tokens", |of| of.block)?;
+    let state_cache = share("--state-cache", config.state_cache, "the state of a sequence", |of| of.snapshot)?;
+    let of_stage = |own| EngineConfig { kv_host: kv_host(own), state_cache: state_cache(own), ..config.clone() };
+    Ok(kept.iter().map(of_stage).collect())
 }
 
 /// Bytes of each layer, dense weights as BF16.
@@ -327,6 +325,20 @@ mod tests {
             Place { number, info, vram: bytes }
         };
         gib.iter().enumerate().map(place).collect()
+    }
+
+    #[test]
+    fn what_is_kept_in_ram_is_as_many_of_it_on_each_gpu() {
+        let config = EngineConfig { kv_host: Some(1000), state_cache: Some(99), ..EngineConfig::default() };
+        let kept = [KeptBytes { block: 10, snapshot: 0 }, KeptBytes { block: 30, snapshot: 5 }];
+        let shared = shared_out(&config, &kept, 2000).unwrap();
+        let given: Vec<_> = shared.iter().map(|of| (of.kv_host, of.state_cache)).collect();
+        assert_eq!(given, [(Some(250), Some(0)), (Some(750), Some(99))], "25 blocks each");
+        let refused = |bytes, spare| {
+            let config = EngineConfig { kv_host: Some(bytes), ..config.clone() };
+            shared_out(&config, &kept, spare).unwrap_err().to_string()
+        };
+        assert!(refused(39, 2000).contains("give more") && refused(2001, 2000).contains("give at most that"));
     }
 
     /// Layers of each stage of a shape on GPUs of so many GiB, and experts of a layer that are resident there.
