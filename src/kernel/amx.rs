@@ -13,13 +13,14 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
 use super::avx512::{self, e4m3, float_scales16, lookup, runs, scales16};
-use super::avx512_grids::grid_runs;
+use super::avx512_grids::{are_places, by_place, grid_runs, looks_up, unpack_places};
 use super::shared::{self, PREFETCH_TOKENS};
 use super::tiles::{INTEGER_ROWS, Scales, Stream, bias, by_row, even_bits, is_grid, is_table, row, step, table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot};
@@ -397,9 +398,13 @@ unsafe fn two_blocks<const W: usize>(
 /// Inputs of a tile that are unpacked at a time, at most: with the tokens' codes for them they stay in L1.
 const UNPACKED: usize = 1024;
 
-/// Codes of a tile as signed bytes, 16 rows of 4 inputs to a line.
+/// Some inputs of a tile, for all tokens.
 #[repr(C, align(64))]
-struct Codes([MaybeUninit<[u8; 64]>; UNPACKED / 4]);
+struct Unpacked {
+    codes: [MaybeUninit<[u8; 64]>; UNPACKED / 4], // signed bytes, 16 rows of 4 inputs to a line
+    scales: [MaybeUninit<[f32; TILE_ROWS]>; UNPACKED / 16], // of each group
+    offsets: [MaybeUninit<[f32; TILE_ROWS]>; UNPACKED / 16], // where there are any
+}
 
 /// Tiles of codes times quantized activations: for some inputs at a time all tiles, for each tile all tokens.
 ///
@@ -419,7 +424,9 @@ unsafe fn packed_tiles<const ROW: usize>(
     let (blocks, height) = cut(x.len());
     // SAFETY: the features are there; tiles are released below.
     unsafe { configure(4, height, x.group.min(CODES)) };
-    let mut unpacked = Codes([MaybeUninit::uninit(); UNPACKED / 4]);
+    let mut unpacked = MaybeUninit::<Unpacked>::uninit();
+    // SAFETY: all that is in it may be uninitialized.
+    let unpacked = unsafe { unpacked.assume_init_mut() };
     let stride = count * TILE_ROWS;
     let chunk = if x.len() > 24 { UNPACKED / 2 } else { UNPACKED };
     for from in (0..x.k).step_by(chunk) {
@@ -436,25 +443,30 @@ unsafe fn packed_tiles<const ROW: usize>(
                 _ => after,
             };
             let part = Part {
-                scales,
                 next,
+                group_bytes: bytes(x.group),
                 onto: from > 0 || start == Start::Out,
-                groups: (from / x.group, to / x.group),
+                groups: from / x.group..to / x.group,
                 stride,
             };
-            // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can
-            // be read.
+            // SAFETY: whole lines of the tile and their scales, as many as there is room for; `height` rows from each
+            // block's first can be read.
             unsafe {
-                unpack::<ROW>(codes, to - from, &mut unpacked);
+                unpack::<ROW>(codes, &mut unpacked.codes[..(to - from) / 4]);
+                unpack_scales::<ROW>(scales, part.groups.clone(), unpacked);
                 for block in 0..blocks {
                     let first = block * height;
                     let rows = height.min(x.len() - first);
                     let out = &mut out[first * stride + i * TILE_ROWS..];
-                    match rows.div_ceil(4) {
-                        1 => sum_groups::<ROW, 4>(&unpacked, &part, x, first, rows, out),
-                        2 => sum_groups::<ROW, 8>(&unpacked, &part, x, first, rows, out),
-                        3 => sum_groups::<ROW, 12>(&unpacked, &part, x, first, rows, out),
-                        _ => sum_groups::<ROW, 16>(&unpacked, &part, x, first, rows, out),
+                    match (row(ROW).scales.have_offsets(), rows.div_ceil(4)) {
+                        (false, 1) => sum_groups::<false, 4>(unpacked, &part, x, first, rows, out),
+                        (false, 2) => sum_groups::<false, 8>(unpacked, &part, x, first, rows, out),
+                        (false, 3) => sum_groups::<false, 12>(unpacked, &part, x, first, rows, out),
+                        (false, _) => sum_groups::<false, 16>(unpacked, &part, x, first, rows, out),
+                        (true, 1) => sum_groups::<true, 4>(unpacked, &part, x, first, rows, out),
+                        (true, 2) => sum_groups::<true, 8>(unpacked, &part, x, first, rows, out),
+                        (true, 3) => sum_groups::<true, 12>(unpacked, &part, x, first, rows, out),
+                        (true, _) => sum_groups::<true, 16>(unpacked, &part, x, first, rows, out),
                     }
                 }
             }
@@ -465,11 +477,11 @@ unsafe fn packed_tiles<const ROW: usize>(
 }
 
 /// Some groups of one tile.
-struct Part<'a> {
-    scales: Scales<'a>, // of the whole tile
+struct Part {
     next: *const u8,    // the codes that are wanted after these
+    group_bytes: usize, // of the codes
     onto: bool,         // the results so far are in the output
-    groups: (usize, usize),
+    groups: Range<usize>,
     stride: usize, // of the results
 }
 
@@ -480,14 +492,18 @@ const fn is_times_16(number: usize) -> bool {
 }
 
 /// # Safety
-/// AVX-512; `codes` are those of so many inputs, whole blocks, of a grid whole super-blocks.
+/// AVX-512; `codes` are those of 4 inputs to each line of `to`, whole blocks, of a grid whole super-blocks.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn unpack<const ROW: usize>(codes: &[u8], inputs: usize, to: &mut Codes) {
+unsafe fn unpack<const ROW: usize>(codes: &[u8], to: &mut [MaybeUninit<[u8; 64]>]) {
+    if are_places(ROW) && looks_up() {
+        // SAFETY: as promised to this function; the features were detected.
+        return unsafe { unpack_by_registers(ROW, codes, to) };
+    }
     let (upper, flip) = (_mm512_set1_epi8(-16), _mm512_set1_epi8(-128));
     let values = lookup(const { table(row(ROW).codes, 0) });
     let mut lines = codes.as_ptr();
-    for (i, to) in to.0[..inputs / 4].chunks_exact_mut(4).enumerate() {
+    for (i, to) in to.chunks_exact_mut(4).enumerate() {
         // SAFETY: the lines of 16 inputs, and of 4 inputs to each of four.
         unsafe {
             let mut w;
@@ -521,26 +537,52 @@ unsafe fn unpack<const ROW: usize>(codes: &[u8], inputs: usize, to: &mut Codes) 
     }
 }
 
+/// The rows of grids whose codes are looked up in registers.
+///
+/// # Safety
+/// As of [`unpack`], VBMI and GFNI.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,gfni")]
+unsafe fn unpack_by_registers(row: usize, codes: &[u8], to: &mut [MaybeUninit<[u8; 64]>]) {
+    // SAFETY: as promised to this function.
+    unsafe { by_place!(row, unpack_places(codes, to)) }
+}
+
+/// # Safety
+/// AVX-512; the scales of the groups, as many as there is room for.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn unpack_scales<const ROW: usize>(scales: Scales<'_>, groups: Range<usize>, to: &mut Unpacked) {
+    let unit = _mm512_set1_ps(if is_times_16(ROW) { 1.0 / 16.0 } else { 1.0 });
+    for (i, group) in groups.enumerate() {
+        // SAFETY: as promised by the caller; 16 numbers each.
+        unsafe {
+            let [scale, offset] = scales16::<ROW>(scales, group);
+            _mm512_store_ps(to.scales[i].as_mut_ptr().cast(), _mm512_mul_ps(scale, unit));
+            if row(ROW).scales.have_offsets() {
+                _mm512_store_ps(to.offsets[i].as_mut_ptr().cast(), offset);
+            }
+        }
+    }
+}
+
 /// Adds some groups of a tile to the results of a block of tokens, up to `R` of them in registers.
 ///
 /// The dots of a group are on their way through the matrix unit while those of the group before are scaled and added.
 ///
 /// # Safety
-/// AMX, configured, and AVX-512; a tile's scales; the block's tokens can be read.
-#[inline]
+/// AMX, configured, and AVX-512; what belongs to the groups is unpacked; the block's tokens can be read.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn sum_groups<const ROW: usize, const R: usize>(
-    codes: &Codes,
-    part: &Part<'_>,
+unsafe fn sum_groups<const OFFSETS: bool, const R: usize>(
+    unpacked: &Unpacked,
+    part: &Part,
     x: &ActivationRows<'_>,
     first: usize,
     rows: usize,
     out: &mut [f32],
 ) {
-    let Part { scales, next, onto, groups, stride } = *part;
-    let group_bytes = row(ROW).codes.bytes(x.group);
-    let unit = _mm512_set1_ps(if is_times_16(ROW) { 1.0 / 16.0 } else { 1.0 });
+    let Part { next, group_bytes, onto, ref groups, stride } = *part;
     let mut dots = MaybeUninit::<Results<i32>>::uninit();
+    let mut totals = Totals([0.0; TILE_ROWS]);
     let mut acc = [_mm512_setzero_ps(); R];
     if onto {
         for t in 0..R.min(rows) {
@@ -549,12 +591,12 @@ unsafe fn sum_groups<const ROW: usize, const R: usize>(
         }
     }
     let (a, lines) = (x.codes(first), x.group / 4);
-    for g in groups.0..=groups.1 {
-        // SAFETY: as promised by the caller; `dots` is a whole tile.
+    for (i, g) in (groups.start..=groups.end).enumerate() {
+        // SAFETY: as promised by the caller; `dots` is a whole tile, written before it is read.
         unsafe {
-            if g < groups.1 {
+            if g < groups.end {
                 let a = a.wrapping_add(g * x.group / CODES * x.stride * CODES + g * x.group % CODES);
-                let b = codes.0.as_ptr().wrapping_add((g - groups.0) * lines);
+                let b = unpacked.codes.as_ptr().wrapping_add(i * lines);
                 zero!(0);
                 load!(4, b, 64usize);
                 load!(6, a, CODES);
@@ -565,25 +607,28 @@ unsafe fn sum_groups<const ROW: usize, const R: usize>(
                     multiply!("tdpbssd", 0, 7, 5);
                 }
             }
-            if first == 0 && g < groups.1 {
-                for line in 0..group_bytes / 64 {
-                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add((g - groups.0) * group_bytes + 64 * line).cast());
+            if first == 0 && g < groups.end {
+                for line in i * group_bytes / 64..(i + 1) * group_bytes / 64 {
+                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(64 * line).cast());
                 }
             }
-            if g > groups.0 {
-                let [w_scale, w_offset] = scales16::<ROW>(scales, g - 1);
-                let w_scale = _mm512_mul_ps(w_scale, unit);
+            if i > 0 {
                 let (x_scales, x_sums) = (x.scales(g - 1, first), x.sums(g - 1, first));
+                let w_scale = _mm512_load_ps(unpacked.scales.as_ptr().add(i - 1).cast());
+                if OFFSETS {
+                    let sums = _mm512_cvtepi32_ps(_mm512_loadu_si512(x_sums.cast()));
+                    _mm512_store_ps(totals.0.as_mut_ptr(), _mm512_mul_ps(sums, _mm512_loadu_ps(x_scales)));
+                }
                 for t in 0..R {
                     let dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.as_ptr().cast::<__m512i>().add(t)));
                     acc[t] = _mm512_fmadd_ps(dot, _mm512_mul_ps(w_scale, _mm512_set1_ps(*x_scales.add(t))), acc[t]);
-                    if row(ROW).scales.have_offsets() {
-                        let total = *x_sums.add(t) as f32 * *x_scales.add(t);
-                        acc[t] = _mm512_fmadd_ps(w_offset, _mm512_set1_ps(total), acc[t]);
+                    if OFFSETS {
+                        let w_offset = _mm512_load_ps(unpacked.offsets.as_ptr().add(i - 1).cast());
+                        acc[t] = _mm512_fmadd_ps(w_offset, _mm512_set1_ps(totals.0[t]), acc[t]);
                     }
                 }
             }
-            if g < groups.1 {
+            if g < groups.end {
                 store!(0, dots.as_mut_ptr(), 64usize);
             }
         }
@@ -593,6 +638,10 @@ unsafe fn sum_groups<const ROW: usize, const R: usize>(
         unsafe { _mm512_storeu_ps(out[t * stride..][..TILE_ROWS].as_mut_ptr(), acc[t]) };
     }
 }
+
+/// What a group's inputs of 16 tokens add up to.
+#[repr(C, align(64))]
+struct Totals([f32; TILE_ROWS]);
 
 /// Inputs of a tile of FP8 that are unpacked at a time: 16 KiB, which stay in L1.
 const UNPACKED_FLOATS: usize = 512;
@@ -623,7 +672,7 @@ unsafe fn float_tiles(
         let to = x.k.min(from + UNPACKED_FLOATS);
         for (i, tile) in tiles.bytes.chunks_exact(tile_bytes).enumerate() {
             let (scales, lines) = Scales::split(layout, tile);
-            let (groups, onto) = ((from / scales.group, to / scales.group), from > 0 || start == Start::Out);
+            let (groups, onto) = (from / scales.group..to / scales.group, from > 0 || start == Start::Out);
             // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can
             // be read.
             unsafe {
@@ -638,12 +687,12 @@ unsafe fn float_tiles(
                     let first = block * height;
                     let rows = height.min(x.len() - first);
                     let out = &mut out[first * stride + i * TILE_ROWS..];
-                    let part = Part { scales, next: std::ptr::null(), onto, groups, stride };
+                    let part = Part { next: std::ptr::null(), group_bytes: 0, onto, groups: groups.clone(), stride };
                     match rows.div_ceil(4) {
-                        1 => sum_float_groups::<4>(&unpacked, &part, x, first, rows, out),
-                        2 => sum_float_groups::<8>(&unpacked, &part, x, first, rows, out),
-                        3 => sum_float_groups::<12>(&unpacked, &part, x, first, rows, out),
-                        _ => sum_float_groups::<16>(&unpacked, &part, x, first, rows, out),
+                        1 => sum_float_groups::<4>(&unpacked, scales, &part, x, first, rows, out),
+                        2 => sum_float_groups::<8>(&unpacked, scales, &part, x, first, rows, out),
+                        3 => sum_float_groups::<12>(&unpacked, scales, &part, x, first, rows, out),
+                        _ => sum_float_groups::<16>(&unpacked, scales, &part, x, first, rows, out),
                     }
                 }
             }
@@ -681,13 +730,14 @@ unsafe fn unpack_floats(lines: &[u8], to: &mut Floats) {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn sum_float_groups<const R: usize>(
     floats: &Floats,
-    part: &Part<'_>,
+    scales: Scales<'_>,
+    part: &Part,
     x: &ActivationRows<'_>,
     first: usize,
     rows: usize,
     out: &mut [f32],
 ) {
-    let Part { scales, onto, groups, stride, .. } = *part;
+    let Part { onto, ref groups, stride, .. } = *part;
     let blocks = scales.group / BF16_INPUTS;
     let mut sums = MaybeUninit::<Results<f32>>::uninit();
     let mut acc = [_mm512_setzero_ps(); R];
@@ -697,14 +747,14 @@ unsafe fn sum_float_groups<const R: usize>(
             acc[t] = unsafe { _mm512_loadu_ps(out[t * stride..][..TILE_ROWS].as_ptr()) };
         }
     }
-    for g in groups.0..=groups.1 {
+    for g in groups.start..=groups.end {
         // SAFETY: as promised by the caller; `sums` is a whole tile.
         unsafe {
-            if g < groups.1 {
+            if g < groups.end {
                 zero!(0);
                 for block in g * blocks..(g + 1) * blocks {
                     let high = x.parts(first).wrapping_add(block * x.stride * SPLIT_WORDS);
-                    let b = floats.0.as_ptr().wrapping_add((block - groups.0 * blocks) * BF16_INPUTS / 2);
+                    let b = floats.0.as_ptr().wrapping_add((block - groups.start * blocks) * BF16_INPUTS / 2);
                     load!(4, b, 64usize);
                     load!(6, high, SPLIT_BYTES);
                     multiply!("tdpbf16ps", 0, 6, 4);
@@ -712,14 +762,14 @@ unsafe fn sum_float_groups<const R: usize>(
                     multiply!("tdpbf16ps", 0, 7, 4);
                 }
             }
-            if g > groups.0 {
+            if g > groups.start {
                 let scale = float_scales16(scales, g - 1);
                 for t in 0..R {
                     let sum = _mm512_load_ps(sums.as_ptr().cast::<f32>().add(t * TILE_ROWS));
                     acc[t] = _mm512_fmadd_ps(sum, scale, acc[t]);
                 }
             }
-            if g < groups.1 {
+            if g < groups.end {
                 store!(0, sums.as_mut_ptr(), 64usize);
             }
         }

@@ -7,7 +7,7 @@ use moebius_cache::pack::{self, BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
 use super::avx2::counts;
-use super::avx512_grids::{add_places, are_places, grid_runs, looks_up, odd_counts16};
+use super::avx512_grids::{add_places, are_places, by_place, grid_runs, looks_up, odd_counts16};
 use super::shared::PREFETCH_TOKENS;
 use super::tiles::{
     INTEGER_ROWS, Scales, To, bias, by_row, even_bits, half_bytes, half_lines, is_grid, is_table, row, step, table,
@@ -150,35 +150,30 @@ unsafe fn tokens<const ROW: usize>(scales: Scales<'_>, lines: &[u8], x: &Activat
 /// [`tokens`] of codes that are looked up in registers.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,gfni")]
 unsafe fn places_tokens(row: usize, scales: Scales<'_>, lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
-    macro_rules! by_row_and_count {
-        ($($row:literal)*) => {{
-            const {
-                let (mut row, rows) = (0, [$($row),*].len());
-                let mut places = 0;
-                while row < INTEGER_ROWS {
-                    places += are_places(row) as usize;
-                    row += 1;
-                }
-                assert!(places == rows, "a number for each row of places");
-            }
-            match (row, x.len()) {
-                // SAFETY: as promised to this function; `x` has as many rows as the instance takes.
-                $(($row, 1) => unsafe { places_block::<$row, 1>(scales, lines, x, out, to) },
-                // SAFETY: as before.
-                ($row, 2) => unsafe { places_block::<$row, 2>(scales, lines, x, out, to) },
-                // SAFETY: as before.
-                ($row, 3) => unsafe { places_block::<$row, 3>(scales, lines, x, out, to) },
-                // SAFETY: as before.
-                ($row, 4) => unsafe { places_block::<$row, 4>(scales, lines, x, out, to) },
-                // SAFETY: as before.
-                ($row, 5) => unsafe { places_block::<$row, 5>(scales, lines, x, out, to) },
-                // SAFETY: as before.
-                ($row, 6) => unsafe { places_block::<$row, 6>(scales, lines, x, out, to) },)*
-                (row, n) => unreachable!("{n} tokens in a block of row {row}"),
-            }
-        }};
+    // SAFETY: as promised to this function.
+    unsafe { by_place!(row, place_tokens(scales, lines, x, out, to)) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,gfni")]
+unsafe fn place_tokens<const ROW: usize>(
+    scales: Scales<'_>,
+    lines: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    to: To,
+) {
+    // SAFETY: as promised to this function; `x` has as many rows as the instance takes.
+    unsafe {
+        match x.len() {
+            1 => places_block::<ROW, 1>(scales, lines, x, out, to),
+            2 => places_block::<ROW, 2>(scales, lines, x, out, to),
+            3 => places_block::<ROW, 3>(scales, lines, x, out, to),
+            4 => places_block::<ROW, 4>(scales, lines, x, out, to),
+            5 => places_block::<ROW, 5>(scales, lines, x, out, to),
+            6 => places_block::<ROW, 6>(scales, lines, x, out, to),
+            n => unreachable!("{n} tokens in a block"),
+        }
     }
-    by_row_and_count!(14 15 16 17 18 20 21)
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]

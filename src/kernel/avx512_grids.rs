@@ -14,6 +14,7 @@
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
 use moebius_cache::pack::{self, Counts, Grid, SUPER_BLOCK};
@@ -21,7 +22,7 @@ use moebius_cache::pack::{self, Counts, Grid, SUPER_BLOCK};
 use super::ActivationRows;
 use super::activations::CODES;
 use super::shared::PREFETCH_TOKENS;
-use super::tiles::{Scales, Stream, bias, grid, grid_at, is_grid, row};
+use super::tiles::{INTEGER_ROWS, Scales, Stream, bias, grid, grid_at, is_grid, row};
 
 /// Inputs whose words lie together.
 const BLOCK: usize = 32;
@@ -32,6 +33,32 @@ const BLOCKS: usize = SUPER_BLOCK / BLOCK;
 pub(super) const fn are_places(number: usize) -> bool {
     is_grid(number) && !matches!(grid(number), Grid::Tq1_0)
 }
+
+/// `by_place!(number, function(arguments))` is `function::<ROW>(arguments)` for the row of this number, of those whose
+/// codes are places.
+macro_rules! by_place {
+    ($number:expr, $function:ident $arguments:tt) => {
+        $crate::kernel::avx512_grids::by_place!(@ $number, $function $arguments, 14 15 16 17 18 20 21)
+    };
+    (@ $number:expr, $function:ident $arguments:tt, $($row:literal)*) => {{
+        const { assert!([$($row),*].len() == $crate::kernel::avx512_grids::ROWS_OF_PLACES, "a number for each row") };
+        match $number {
+            $($row => $function::<$row> $arguments,)*
+            other => unreachable!("row {other} has no places"),
+        }
+    }};
+}
+pub(super) use by_place;
+
+/// So many rows have places.
+pub(super) const ROWS_OF_PLACES: usize = {
+    let (mut row, mut count) = (0, 0);
+    while row < INTEGER_ROWS {
+        count += are_places(row) as usize;
+        row += 1;
+    }
+    count
+};
 
 /// Whether this CPU can: AVX-512 VBMI and GFNI.
 pub(super) fn looks_up() -> bool {
@@ -202,6 +229,144 @@ impl<const T: usize> Inputs<T> {
     }
 }
 
+/// What the places of a block are looked up to.
+struct Block {
+    /// Of each half: of a run of four two planes of its line, of a run of eight two halves of both planes of the only
+    /// line.
+    levels: [[__m512i; 2]; 2],
+    signs: __m512i,
+}
+
+/// The tables of a row, in registers.
+#[derive(Clone, Copy)]
+struct Tables {
+    planes: &'static Planes,
+    codes: [__m512i; 2],
+    last: __m512i,
+}
+
+impl Tables {
+    /// # Safety
+    /// AVX-512 F.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn of<const ROW: usize>() -> Self {
+        // SAFETY: 64 bytes of a table.
+        let of_table = |table: &[u8]| unsafe { _mm512_loadu_si512(table[..64].as_ptr().cast()) };
+        let codes = const { &codes(ROW) };
+        let codes = [of_table(&codes[0].0), of_table(&codes[1].0)];
+        Self { planes: Planes::of(grid(ROW)), codes, last: _mm512_set1_epi64(last_signs(ROW)) }
+    }
+
+    /// Looks up the places of block `block` of a super-block, whose words begin at `lines`.
+    ///
+    /// # Safety
+    /// The super-block's words to read; AVX-512 F, BW and VBMI.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    unsafe fn block<const ROW: usize>(&self, lines: *const u8, block: usize) -> Block {
+        let (grid, bits, at) = (grid(ROW), &const { bits(ROW) }[block], grid_at(ROW, block).0);
+        // SAFETY: as promised by the caller.
+        let line = |at: usize| unsafe { _mm512_loadu_si512(lines.add(at).cast()) };
+        let above = line(64 * grid.upper_at(block).0);
+        let signs = if grid.has_ones() { above } else { line(at + (grid.block_words() - 1) * 64) };
+        let mut levels = [[_mm512_setzero_si512(); 2]; 2];
+        for half in 0..2 * 4 / grid.run() {
+            let places = line(at + 64 * half);
+            let mut masks = [0; 3];
+            let mut upper = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(bits.upper[half]), above);
+            for bit in (0..grid.upper_bits()).rev() {
+                masks[bit] = _mm512_movepi8_mask(upper);
+                upper = _mm512_add_epi8(upper, upper);
+            }
+            let half_of = _mm512_movepi8_mask(places);
+            for plane in 0..2 {
+                // SAFETY: the planes have as many bytes as there are places.
+                levels[half][plane] = unsafe { lookup::<ROW>(&self.planes.0[plane], places, half_of, masks) };
+            }
+        }
+        if grid.run() == 8 {
+            let ([a, b], low_words) = (levels[0], _mm512_set1_epi32(0xffff));
+            // low_words ? first : second
+            levels[0][0] = _mm512_ternarylogic_epi32(low_words, a, _mm512_slli_epi32(b, 16), 0xca);
+            levels[1][0] = _mm512_ternarylogic_epi32(low_words, _mm512_srli_epi32(a, 16), b, 0xca);
+        }
+        Block { levels, signs }
+    }
+
+    /// The codes of a half of the block, unsigned: four lines, in the order of [`Inputs`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,gfni")]
+    fn half<const ROW: usize>(&self, of: &Block, block: usize, half: usize) -> [__m512i; 4] {
+        let (grid, bits) = (grid(ROW), &const { bits(ROW) }[block]);
+        let mut beside = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(bits.signs[half]), of.signs);
+        if grid.has_ones() {
+            beside = _mm512_gf2p8affine_epi64_epi8(beside, self.last, 0);
+        } else if !grid.has_all_signs() {
+            beside = _mm512_mask_gf2p8affine_epi64_epi8(beside, last_bytes(ROW), beside, self.last, 0);
+        }
+        let next = if grid.has_ones() { beside } else { _mm512_srli_epi16(beside, 2) };
+        let (no_signs, low_nibbles) = (_mm512_set1_epi8(!0x18), _mm512_set1_epi8(15));
+        if grid.run() == 4 {
+            // no_signs ? levels : signs
+            let first = _mm512_ternarylogic_epi32(no_signs, of.levels[half][0], beside, 0xca);
+            let second = _mm512_ternarylogic_epi32(no_signs, of.levels[half][1], next, 0xca);
+            return [
+                _mm512_permutexvar_epi8(first, self.codes[0]),
+                _mm512_permutexvar_epi8(_mm512_srli_epi16(first, 4), self.codes[1]),
+                _mm512_permutexvar_epi8(second, self.codes[0]),
+                _mm512_permutexvar_epi8(_mm512_srli_epi16(second, 4), self.codes[1]),
+            ];
+        }
+        let all = of.levels[half][0];
+        let first = _mm512_ternarylogic_epi32(low_nibbles, all, beside, 0xca);
+        let second = _mm512_ternarylogic_epi32(low_nibbles, _mm512_srli_epi16(all, 4), next, 0xca);
+        [
+            _mm512_permutexvar_epi8(first, self.codes[0]),
+            _mm512_permutexvar_epi8(first, self.codes[1]),
+            _mm512_permutexvar_epi8(second, self.codes[0]),
+            _mm512_permutexvar_epi8(second, self.codes[1]),
+        ]
+    }
+}
+
+/// Writes the codes of whole super-blocks as signed bytes, 16 rows of 4 inputs in a row to a line.
+///
+/// # Safety
+/// AVX-512 F, BW, VL and VBMI, GFNI; `ROW` has places; `lines` are whole super-blocks, and `to` has a line for each 4 of
+/// their inputs.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,gfni")]
+pub(super) unsafe fn unpack_places<const ROW: usize>(lines: &[u8], to: &mut [MaybeUninit<[u8; 64]>]) {
+    // SAFETY: as promised to this function.
+    let tables = unsafe { Tables::of::<ROW>() };
+    let bias = _mm512_set1_epi8(bias(ROW) as i8);
+    // Of two vectors the bytes of the first, or the words, where there are ones.
+    let (bytes, words) = (_mm512_set1_epi16(0xff), _mm512_set1_epi32(0xffff));
+    for (i, lines) in lines.chunks_exact(grid(ROW).words() * 64).enumerate() {
+        for block in 0..BLOCKS {
+            // SAFETY: the words of the super-block.
+            let of = unsafe { tables.block::<ROW>(lines.as_ptr(), block) };
+            for half in 0..2 {
+                // A line has one byte of each run of four inputs: four lines of four are turned about their diagonal.
+                let w = tables.half::<ROW>(&of, block, half);
+                let even = |a, b| _mm512_ternarylogic_epi32(bytes, a, _mm512_slli_epi16(b, 8), 0xca);
+                let odd = |a, b| _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(a, 8), b, 0xca);
+                let low = |a, b| _mm512_ternarylogic_epi32(words, a, _mm512_slli_epi32(b, 16), 0xca);
+                let high = |a, b| _mm512_ternarylogic_epi32(words, _mm512_srli_epi32(a, 16), b, 0xca);
+                let (even, odd) = ([even(w[0], w[1]), even(w[2], w[3])], [odd(w[0], w[1]), odd(w[2], w[3])]);
+                let columns =
+                    [low(even[0], even[1]), low(odd[0], odd[1]), high(even[0], even[1]), high(odd[0], odd[1])];
+                let order = if grid(ROW).run() == 4 { [0, 1, 2, 3] } else { [0, 2, 1, 3] };
+                for (j, column) in order.into_iter().enumerate() {
+                    let at = to[((i * BLOCKS + block) * 2 + half) * 4 + j].as_mut_ptr();
+                    // SAFETY: a line.
+                    unsafe { _mm512_storeu_si512(at.cast(), _mm512_sub_epi8(columns[column], bias)) };
+                }
+            }
+        }
+    }
+}
+
 /// Adds the products of a tile whose codes are places in a grid, as `Kernel::matmul` says.
 ///
 /// # Safety
@@ -214,15 +379,9 @@ pub(super) unsafe fn add_places<const ROW: usize, const T: usize>(
     stream: Stream,
     acc: &mut [__m512; T],
 ) {
-    let (grid, group_size, planes) = (grid(ROW), row(ROW).group_size, Planes::of(grid(ROW)));
-    // SAFETY: 64 bytes of a table.
-    let of_table = |table: &[u8]| unsafe { _mm512_loadu_si512(table[..64].as_ptr().cast()) };
-    let codes = const { &codes(ROW) };
-    let codes = [of_table(&codes[0].0), of_table(&codes[1].0)];
-    let bits = const { &bits(ROW) };
-    let last = _mm512_set1_epi64(last_signs(ROW));
-    let (low_words, low_nibbles) = (_mm512_set1_epi32(0xffff), _mm512_set1_epi8(15));
-    let no_signs = _mm512_set1_epi8(!0x18);
+    let (grid, group_size) = (grid(ROW), row(ROW).group_size);
+    // SAFETY: as promised to this function.
+    let tables = unsafe { Tables::of::<ROW>() };
     let mut inputs = Inputs::<T> { codes: [[0; SUPER_BLOCK]; T], less: [[0; SUPER_BLOCK / 16]; T] };
     if T <= PREFETCH_TOKENS {
         // The lines that prefetching from the first code on would step over.
@@ -233,70 +392,18 @@ pub(super) unsafe fn add_places<const ROW: usize, const T: usize>(
         // SAFETY: as promised to this function.
         unsafe { inputs.fill::<ROW>(x, i) };
         for block in 0..BLOCKS {
-            let (bits, at, g) = (&bits[block], grid_at(ROW, block).0, i * BLOCKS + block);
-            // SAFETY: the words of the super-block.
-            let line = |at: usize| unsafe { _mm512_loadu_si512(lines.as_ptr().add(at).cast()) };
+            let g = i * BLOCKS + block;
             if T <= PREFETCH_TOKENS {
-                let from = lines.as_ptr().wrapping_add(at);
+                let from = lines.as_ptr().wrapping_add(grid_at(ROW, block).0);
                 stream.from(from).prefetch(from, grid.block_words());
             }
-            let above = line(64 * grid.upper_at(block).0);
-            let signs = if grid.has_ones() { above } else { line(at + (grid.block_words() - 1) * 64) };
+            // SAFETY: the words of the super-block.
+            let of = unsafe { tables.block::<ROW>(lines.as_ptr(), block) };
             // SAFETY: the scales of the block, before `lines`.
-            let w_scales = unsafe { odd_scales::<ROW>(scales, signs, g) };
-            // The levels of each half: of a run of four two planes of its line, of a run of eight two halves of both
-            // planes of the only line.
-            let mut levels = [[_mm512_setzero_si512(); 2]; 2];
-            for half in 0..2 * 4 / grid.run() {
-                let places = line(at + 64 * half);
-                let mut masks = [0; 3];
-                let mut upper = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(bits.upper[half]), above);
-                for bit in (0..grid.upper_bits()).rev() {
-                    masks[bit] = _mm512_movepi8_mask(upper);
-                    upper = _mm512_add_epi8(upper, upper);
-                }
-                let half_of = _mm512_movepi8_mask(places);
-                for plane in 0..2 {
-                    // SAFETY: the planes have as many bytes as there are places.
-                    levels[half][plane] = unsafe { lookup::<ROW>(&planes.0[plane], places, half_of, masks) };
-                }
-            }
-            if grid.run() == 8 {
-                let [a, b] = levels[0];
-                // low_words ? first : second
-                levels[0][0] = _mm512_ternarylogic_epi32(low_words, a, _mm512_slli_epi32(b, 16), 0xca);
-                levels[1][0] = _mm512_ternarylogic_epi32(low_words, _mm512_srli_epi32(a, 16), b, 0xca);
-            }
+            let w_scales = unsafe { odd_scales::<ROW>(scales, of.signs, g) };
             let mut dot = [[_mm512_setzero_si512(); 2]; T];
             for half in 0..2 {
-                let mut beside = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(bits.signs[half]), signs);
-                if grid.has_ones() {
-                    beside = _mm512_gf2p8affine_epi64_epi8(beside, last, 0);
-                } else if !grid.has_all_signs() {
-                    beside = _mm512_mask_gf2p8affine_epi64_epi8(beside, last_bytes(ROW), beside, last, 0);
-                }
-                let next = if grid.has_ones() { beside } else { _mm512_srli_epi16(beside, 2) };
-                let w = if grid.run() == 4 {
-                    // no_signs ? levels : signs
-                    let first = _mm512_ternarylogic_epi32(no_signs, levels[half][0], beside, 0xca);
-                    let second = _mm512_ternarylogic_epi32(no_signs, levels[half][1], next, 0xca);
-                    [
-                        _mm512_permutexvar_epi8(first, codes[0]),
-                        _mm512_permutexvar_epi8(_mm512_srli_epi16(first, 4), codes[1]),
-                        _mm512_permutexvar_epi8(second, codes[0]),
-                        _mm512_permutexvar_epi8(_mm512_srli_epi16(second, 4), codes[1]),
-                    ]
-                } else {
-                    let all = levels[half][0];
-                    let first = _mm512_ternarylogic_epi32(low_nibbles, all, beside, 0xca);
-                    let second = _mm512_ternarylogic_epi32(low_nibbles, _mm512_srli_epi16(all, 4), next, 0xca);
-                    [
-                        _mm512_permutexvar_epi8(first, codes[0]),
-                        _mm512_permutexvar_epi8(first, codes[1]),
-                        _mm512_permutexvar_epi8(second, codes[0]),
-                        _mm512_permutexvar_epi8(second, codes[1]),
-                    ]
-                };
+                let w = tables.half::<ROW>(&of, block, half);
                 for t in 0..T {
                     if half == 0 || group_size == 16 {
                         let less = inputs.less[t][BLOCK / group_size * block + half * 16 / group_size];
@@ -504,4 +611,46 @@ pub(super) unsafe fn grid_runs<const ROW: usize>(lines: *const u8, k: usize, add
         }
     }
     w
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Both ways to the codes of a super-block, from any words.
+    fn unpacks_alike<const ROW: usize>() {
+        let words = grid(ROW).words() * 64;
+        let mut bytes: Vec<u8> = vec![0; 2 * words];
+        let mut state = 1u64 + ROW as u64;
+        bytes.iter_mut().for_each(|byte| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            *byte = (state >> 56) as u8;
+        });
+        let mut found = [MaybeUninit::<[u8; 64]>::uninit(); 2 * SUPER_BLOCK / 4];
+        // SAFETY: the caller has seen that the features are there; two super-blocks, and their lines.
+        unsafe { unpack_places::<ROW>(&bytes, &mut found) };
+        for k in (0..2 * SUPER_BLOCK).step_by(16) {
+            let mut want = [[0u8; 64]; 4];
+            // SAFETY: as above; lines of an array.
+            unsafe {
+                let runs = grid_runs::<ROW>(bytes.as_ptr(), k, _mm512_setzero_si512());
+                (0..4).for_each(|j| _mm512_storeu_si512(want[j].as_mut_ptr().cast(), runs[j]));
+            }
+            for (j, want) in want.iter().enumerate() {
+                // SAFETY: `unpack_places` has written all lines.
+                assert_eq!(unsafe { found[k / 4 + j].assume_init_ref() }, want, "row {ROW}, inputs {k}, line {j}");
+            }
+        }
+    }
+
+    #[test]
+    fn codes_by_registers_are_those_by_gathers() {
+        if !is_x86_feature_detected!("avx512vl") || !is_x86_feature_detected!("avx512bw") || !looks_up() {
+            println!("skipped: this CPU has no AVX-512 VBMI and GFNI");
+            return;
+        }
+        for row in (0..INTEGER_ROWS).filter(|&row| are_places(row)) {
+            by_place!(row, unpacks_alike());
+        }
+    }
 }
