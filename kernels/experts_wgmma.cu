@@ -7,16 +7,17 @@
 // pieces: each block finds its own, every gridDim.x-th of all, from the experts' offsets.
 //
 // The warps that multiply unpack the weights, too: into registers, from which the tensor cores take them, or, those of
-// ANY_ROW, into shared memory, because a unit's weights are not where an operand has them. Unpacking those takes longer
-// than their products. With fewer tokens registers suffice for a third consumer, so that more is unpacked at once.
+// ANY_ROW, into shared memory, because a unit's weights are not where an operand has them. Unpacking takes longer than
+// the products of few tokens, for which registers suffice for more consumers, so that more is unpacked at once.
 //
-//   experts_{gate_up|down}_wgmma_{int4_g64|int4_g32|int8_g64|int8_g32|mxfp4_g32}_t{96|176}      grid (blocks)
+//   experts_{gate_up|down}_wgmma_{int4_g64|int4_g32|mxfp4_g32}_t{48|96|176}     grid (blocks)
+//   experts_{gate_up|down}_wgmma_{int8_g64|int8_g32}_t{96|176}
+//   experts_{gate_up|down}_wgmma_q4_k_t{48|96|176}
 //   experts_{gate_up|down}_wgmma_any_row_t{80|144}
 //
 // Blocks: the device's multiprocessors. A kernel beside them would take one, and its block's pieces would come after
 // all others. Arguments are those of experts_gemm.cu, with experts_sort's offsets for its tiles; num_experts <=
-// MAX_EXPERTS. The larger TOKENS are for experts with more than 80 (66) tokens on average, and as many as registers
-// suffice for.
+// MAX_EXPERTS. TOKENS are those of a piece, at most; the largest are as many as registers suffice for.
 #include "epilogue.cuh"
 #include "experts.cuh"
 #include "packed_gemm.cuh"
@@ -63,20 +64,24 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
                          BAND_TILES = CONSUMERS * BLOCK_TILES;
     static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = STAGES_, K = 64, WARP_TILES = 2, COLUMNS = TOKENS / 8;
     // Columns that suffice for some pieces, and steps to more that do.
-    static constexpr int FEWEST = TOKENS == 176 ? 96 : 48, COLUMNS_STEP = TOKENS % 48 == 0 ? 48 : TOKENS - FEWEST;
+    static constexpr int FEWEST = TOKENS > 96 && F != ANY_ROW ? 96 : 48,
+                         COLUMNS_STEP = TOKENS % 48 == 0 ? 48 : TOKENS - FEWEST;
     static_assert((TOKENS - FEWEST) % COLUMNS_STEP == 0, "the last step has all");
     static constexpr bool WGMMA = true, ROWS = F == ANY_ROW;
     static constexpr int REGISTERS = 65536 / THREADS / 8 * 8, // of each thread, in the beginning
         CONSUMER_REGISTERS = TOKENS > 96 ? 232
         : CONSUMERS == 2                 ? 224
-                                         : 152,
+        : CONSUMERS == 3                 ? 152
+                                         : 112,
                          COPYING_REGISTERS = REGISTERS * (CONSUMERS + 1) - CONSUMER_REGISTERS * CONSUMERS;
     static constexpr int TILE_BYTES = ROWS ? TILE_ROWS * K * 2 : K / K_BLOCK * Lines<F>::PER_BLOCK * LINE_BYTES,
                          SPANS = ROWS ? 0 : K / SPAN;
+    // Scales of a tile; of Q4_K the head of its super-block, and the counts of each group.
+    static constexpr int SCALE_BYTES = F == Q4_K ? RowOf<Q4_K>::HEAD + SPANS * RowOf<Q4_K>::RECORD : SPANS * 32;
     // Shared memory: the stages, each with rows, which wgmma wants aligned to 1024 bytes, and lines and scales; of
     // ANY_ROW, what is unpacked; then the barriers, the pieces, the warps' places, and the grid.
     static constexpr int LINES_AT = TOKENS * K * 2, SCALES_AT = LINES_AT + (ROWS ? 0 : BAND_TILES * TILE_BYTES),
-                         STAGE_BYTES = div_ceil(SCALES_AT + BAND_TILES * SPANS * 32, 1024) * 1024;
+                         STAGE_BYTES = div_ceil(SCALES_AT + BAND_TILES * SCALE_BYTES, 1024) * 1024;
     // One that is written, one that is read, and one that warps which are behind may still read.
     static constexpr int UNPACKED = 3, UNPACKED_AT = STAGES * STAGE_BYTES, GROUP_BYTES = BLOCK_TILES * TILE_BYTES;
     static constexpr int BARRIERS_AT = UNPACKED_AT + (ROWS ? UNPACKED * CONSUMERS * GROUP_BYTES : 0),
@@ -188,10 +193,11 @@ template <class S> struct TokenCopies {
 // is copied again.
 template <class S> struct LineCopies {
     static constexpr int CHUNKS = S::TILE_BYTES / 16, STEP = WARPGROUP / CHUNKS, COPIES = S::BAND_TILES / STEP,
-                         SCALE_CHUNKS = S::SPANS * 2;
+                         SCALE_CHUNKS = S::SCALE_BYTES / 16, SCALES = S::BAND_TILES * SCALE_CHUNKS,
+                         SCALE_COPIES = div_ceil(SCALES, WARPGROUP);
     static_assert(WARPGROUP % CHUNKS == 0, "chunks are dealt out evenly");
     uint32_t from[COPIES];
-    const uint8_t *lines, *scales;
+    const uint8_t *lines, *scales[SCALE_COPIES];
     int group_shift;
 
     template <class RowOf>
@@ -206,7 +212,18 @@ template <class S> struct LineCopies {
 #pragma unroll
         for (int i = 0; i < COPIES; i++) from[i] = (uint32_t)(tile(tid / CHUNKS + i * STEP) - tile(0));
         lines = tile(0) + bytes.scales + tid % CHUNKS * 16;
-        scales = tile(tid / SCALE_CHUNKS) + tid % 2 * 16;
+#pragma unroll
+        for (int i = 0; i < SCALE_COPIES; i++) scales[i] = tile((tid + i * WARPGROUP) / SCALE_CHUNKS);
+    }
+
+    // Where chunk `chunk` of a tile's scales is, from the tile on.
+    __device__ __forceinline__ int scales_at(int k0, int chunk) const {
+        if constexpr (S::F == Q4_K) {
+            using R = RowOf<Q4_K>;
+            const int within = k0 % R::SUPER_BLOCK / S::SPAN;
+            return k0 / R::SUPER_BLOCK * R::SUPER_BYTES + chunk * 16 + (chunk < R::HEAD / 16 ? 0 : within * R::RECORD);
+        }
+        return (k0 + chunk / 2 * S::SPAN >> group_shift) * 32 + chunk % 2 * 16;
     }
 
     __device__ __forceinline__ void copy(const typename S::Stage& stage, int k0, bool whole) {
@@ -215,9 +232,12 @@ template <class S> struct LineCopies {
         for (int i = 0; i < COPIES; i++)
             copy_async_16(
                 stage.lines + tid * 16 + i * WARPGROUP * 16, lines + from[i], whole || tid % CHUNKS < CHUNKS / 2);
-        if (tid < S::BAND_TILES * SCALE_CHUNKS) {
-            const int at = tid / 2 % S::SPANS * S::SPAN;
-            copy_async_16(stage.scales + tid * 16, scales + (k0 + at >> group_shift) * 32, whole || at == 0);
+#pragma unroll
+        for (int i = 0; i < SCALE_COPIES; i++) {
+            const int at = tid + i * WARPGROUP, chunk = at % SCALE_CHUNKS;
+            if (at >= SCALES) break;
+            // Of Q4_K all stages are whole.
+            copy_async_16(stage.scales + at * 16, scales[i] + scales_at(k0, chunk), whole || chunk < 2);
         }
         lines += S::TILE_BYTES;
     }
@@ -531,15 +551,21 @@ __device__ __forceinline__ void down(const int* offsets, const int* pair_slot, c
     WITH_WGMMA(SHARED, (PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>::SHARED_BYTES),                            \
         (down<PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>>(                                                    \
             offsets, pair_slot, experts, from, to, hidden, intermediate, down_at, num_experts, packing, epilogue)))
+PERSISTENT(int4_g64, INT4, 64, 48, 4, 9, 216620)
 PERSISTENT(int4_g64, INT4, 64, 96, 2, 10, 219548)
 PERSISTENT(int4_g64, INT4, 64, 176, 2, 7, 226668)
+PERSISTENT(int4_g32, INT4, 32, 48, 4, 9, 225836)
 PERSISTENT(int4_g32, INT4, 32, 96, 2, 10, 219548)
 PERSISTENT(int4_g32, INT4, 32, 176, 2, 7, 226668)
+PERSISTENT(mxfp4_g32, MXFP4, 32, 48, 4, 9, 225836)
 PERSISTENT(mxfp4_g32, MXFP4, 32, 96, 2, 10, 219548)
 PERSISTENT(mxfp4_g32, MXFP4, 32, 176, 2, 7, 226668)
 PERSISTENT(int8_g64, INT8, 64, 96, 2, 7, 212332)
 PERSISTENT(int8_g64, INT8, 64, 176, 2, 5, 204108)
 PERSISTENT(int8_g32, INT8, 32, 96, 2, 7, 212332)
 PERSISTENT(int8_g32, INT8, 32, 176, 2, 5, 204108)
+PERSISTENT(q4_k, Q4_K, 32, 48, 4, 8, 217628)
+PERSISTENT(q4_k, Q4_K, 32, 96, 2, 10, 229788)
+PERSISTENT(q4_k, Q4_K, 32, 176, 2, 6, 201052)
 PERSISTENT(any_row, ANY_ROW, 64, 80, 3, 6, 221612)
 PERSISTENT(any_row, ANY_ROW, 64, 144, 2, 6, 221532)

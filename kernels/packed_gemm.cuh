@@ -289,7 +289,7 @@ __device__ __forceinline__ void multiply_rows_wgmma(
 }
 
 // What a lane brings of a warp's two tiles: rows 2g and 2g + 1 of each, the left operand of products of 16 inputs.
-template <class S> struct WgmmaWeights {
+template <class S, Format F = S::F> struct WgmmaWeights {
     static_assert(S::K == 64 && S::WARP_TILES == 2, "rows of 128 bytes; 64 rows of weights to a product");
     static constexpr int STEPS = S::K / 16, HALF = Lines<S::F>::PER_BLOCK / 4; // lines of 8 inputs
     uint2 raw[2][2]; // of the tiles, in both halves of the inputs
@@ -327,6 +327,67 @@ template <class S> struct WgmmaWeights {
                 a[i][c] = packed_pair<S::F>(c % 2 ? from.y : from.x, t);
             }
             if constexpr (S::F != BF16) scales[i].scale(a[i], Lines<S::F>::F16_SCALES); // no branch
+        }
+    }
+};
+
+// The same of Q4_K, whose stages have of each tile the super-block's head and the counts of two groups. Weights are
+// those of unpack_unit, bit for bit.
+template <class S> struct WgmmaWeights<S, Q4_K> {
+    using R = RowOf<Q4_K>;
+    static constexpr int STEPS = S::K / 16, HALF = Lines<Q4_K>::PER_BLOCK / 4;
+    uint2 raw[2][2];
+    uint32_t head[2][2], record[2][2]; // d and dmin of both rows; their bytes
+    float2 scales[2][2];               // and offsets
+    int shift, places[2];              // of this lane's two inputs of eight
+
+    __device__ __forceinline__ explicit WgmmaWeights(bool) {
+        const int t = threadIdx.x % 4;
+        shift = t / 2 * 4;
+        places[0] = 0x5044 + t % 2 * 0x200, places[1] = places[0] + 0x100;
+    }
+
+    __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
+        const int g = threadIdx.x % WARP / 4, tile = threadIdx.x / WARP * 2;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                raw[i][half] = *reinterpret_cast<const uint2*>(
+                    stage.lines + (tile + i) * S::TILE_BYTES + (2 * step + half) * HALF * LINE_BYTES + g * 8);
+            const unsigned char* of = stage.scales + (tile + i) * S::SCALE_BYTES;
+            auto two = [&](int at) { return *reinterpret_cast<const uint32_t*>(of + at); };
+            auto one = [&](int at) { return (uint32_t)*reinterpret_cast<const uint16_t*>(of + at); };
+            if (step == 0) head[i][0] = two(4 * g), head[i][1] = two(32 + 4 * g);
+            if (step % 2 == 0) {
+                const int counts = R::HEAD + step / 2 * R::RECORD;
+                record[i][0] = one(counts + 2 * g), record[i][1] = one(counts + TILE_ROWS + 2 * g % 8);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void operands(int step, uint32_t (&a)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (step % 2 == 0) {
+                const float2 d = scales_f32(head[i][0], true), dmin = scales_f32(head[i][1], true);
+                const Counts counts = counts_of<Q4_K>(record[i][0], record[i][1], threadIdx.x % WARP / 8);
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float2 of = counted_scale<Q4_K>(r ? d.y : d.x, r ? dmin.y : dmin.x, counts, r);
+                    scales[i][r] = make_float2(of.x, of.y - R::NUMBER_BIAS * of.x);
+                }
+            }
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const uint2 from = raw[i][c / 2];
+                const uint32_t codes = (c % 2 ? from.y : from.x) >> shift & 0x0f0f0f0fu;
+                const float2 by = scales[i][c % 2];
+                auto weight = [&](int j) {
+                    return __uint_as_float(__byte_perm(codes, 0x4300u, places[j])) * by.x + by.y;
+                };
+                a[i][c] = pack_bf16(weight(0), weight(1));
+            }
         }
     }
 };

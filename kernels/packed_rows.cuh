@@ -213,6 +213,27 @@ template <int ABOVE> __device__ __forceinline__ float byte_above(uint32_t bytes,
     return __uint_as_float(__byte_perm(bytes, 0x4300u, 0x5044 + i * 0x100));
 }
 
+// What rows count in a group, and what is taken from them: a byte for each row.
+struct Counts {
+    uint32_t scale, offset;
+};
+// Of rows 4q .., whose bytes of the record are `low` and, of 6 bits, `high`.
+template <Format F> __device__ __forceinline__ Counts counts_of(uint32_t low, uint32_t high, int q) {
+    constexpr Row ROW = RowOf<F>::ROW;
+    const int eight = q / 2 * 4; // half a byte for each of rows r and r + 8
+    if constexpr (ROW.count_bits == 4) return {low & 0x0f0f0f0fu, low >> 4 & 0x0f0f0f0fu};
+    if constexpr (ROW.count_bits == 6 && ROW.offsets)
+        return {low & 0x3f3f3f3fu, (low >> 6 & 0x03030303u) | (high >> eight & 0x0f0f0f0fu) << 2};
+    if constexpr (ROW.count_bits == 6) return {(low >> eight & 0x0f0f0f0fu) | (high >> 2 * q & 0x03030303u) << 4, 0};
+    return {low, 0};
+}
+// Scale and offset of the row whose byte is number `r`, exact; d and dmin are its super-block's.
+template <Format F> __device__ __forceinline__ float2 counted_scale(float d, float dmin, Counts counts, int r) {
+    constexpr Row ROW = RowOf<F>::ROW;
+    const float scale = d * (byte_above<1 << 23>(counts.scale, r) - (0x1p23f + ROW.count_zero));
+    return make_float2(scale, ROW.offsets ? -(dmin * (byte_above<1 << 23>(counts.offset, r) - 0x1p23f)) : 0.0f);
+}
+
 // Scale and offset of row 4q + r in group `part` of those that were loaded, exact.
 template <Format F> __device__ __forceinline__ float2 row_scale(const RowUnit& unit, int part, int r, bool f16) {
     using R = RowOf<F>;
@@ -253,18 +274,9 @@ template <Format F> __device__ __forceinline__ float2 row_scale(const RowUnit& u
         }
         scale = d * ((float)(2 * count + 1) / (float)(1 << ROW.count_zero));
     } else {
-        // The counts of all four rows at once, a byte each.
-        const uint32_t low = unit.record[part][0], high = unit.record[part][1];
-        uint32_t counts = low, taken = 0;
-        if constexpr (ROW.count_bits == 4) {
-            counts = low & 0x0f0f0f0fu, taken = low >> 4 & 0x0f0f0f0fu;
-        } else if constexpr (ROW.count_bits == 6 && ROW.offsets) {
-            counts = low & 0x3f3f3f3fu, taken = (low >> 6 & 0x03030303u) | (high >> eight & 0x0f0f0f0fu) << 2;
-        } else if constexpr (ROW.count_bits == 6) {
-            counts = (low >> eight & 0x0f0f0f0fu) | (high >> 2 * q & 0x03030303u) << 4;
-        }
-        scale = d * (byte_above<1 << 23>(counts, r) - (0x1p23f + ROW.count_zero));
-        if constexpr (ROW.offsets) offset = -(more * (byte_above<1 << 23>(taken, r) - 0x1p23f));
+        const float2 counted =
+            counted_scale<F>(d, more, counts_of<F>(unit.record[part][0], unit.record[part][1], q), r);
+        scale = counted.x, offset = counted.y;
     }
     return make_float2(scale, offset);
 }

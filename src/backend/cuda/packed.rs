@@ -25,10 +25,15 @@ const TILES: [usize; 4] = [16, 32, 64, 128];
 /// The same where the tokens are those of one expert.
 pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
 
-/// Experts with so many tokens on average are multiplied by blocks that stay, on Hopper; measured on an H200. Rows that
-/// are unpacked through shared memory gain from fewer on.
-const PERSISTENT_FROM: usize = 24;
-const ROWS_PERSISTENT_FROM: usize = 16;
+/// From so many tokens of an expert on, on average, blocks that stay are faster than tiles, on Hopper, by the tokens of
+/// their least pieces; measured on an H100 and an H200.
+fn persistent_from(precision: Precision, least_piece: usize) -> usize {
+    match least_piece {
+        _ if precision == Precision::Q4K => 4, // its tiles are unpacked through shared memory
+        ..=80 => 16,
+        _ => 24,
+    }
+}
 
 /// The kernels for one matrix of routed experts, and what they are told of its precision.
 pub(crate) struct MatrixKernels<A> {
@@ -108,16 +113,19 @@ fn packing(precision: Precision, grid: &impl Fn(Grid) -> Address<u32>) -> kernel
 impl<A> MatrixKernels<A> {
     /// Those of a precision: `experts_{name}_gemv_..` of `few` and `experts_{name}_..`.
     fn of(name: &str, few: &[Kernel<A>], precision: Precision, grid: &impl Fn(Grid) -> Address<u32>) -> Self {
-        let many = span(precision);
-        let persistent = format!("experts_{name}_wgmma_{many}_t");
-        let mut persistent: Vec<_> =
-            kernels::PERSISTENT_KERNELS.iter().filter(|kernel| kernel.name.starts_with(&persistent)).copied().collect();
+        let (many, own) = (span(precision), row_name(precision));
+        let persistent = |name_of: &str| -> Vec<_> {
+            let prefix = format!("experts_{name}_wgmma_{name_of}_t");
+            kernels::PERSISTENT_KERNELS.iter().filter(|kernel| kernel.name.starts_with(&prefix)).copied().collect()
+        };
+        // A row's own ones, if it has some.
+        let mut persistent = Some(persistent(&own)).filter(|own| !own.is_empty()).unwrap_or_else(|| persistent(&many));
         persistent.sort_by_key(|kernel| kernel.tile[0]);
         Self {
             few: named(few, &format!("experts_{name}_gemv_{}", row_name(precision))),
             many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), EXPERT_TILES),
+            persistent_from: persistent.first().map_or(0, |kernel| persistent_from(precision, kernel.tile[0])),
             persistent,
-            persistent_from: if many == ANY_ROW { ROWS_PERSISTENT_FROM } else { PERSISTENT_FROM },
             packing: packing(precision, grid),
         }
     }
