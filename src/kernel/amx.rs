@@ -19,7 +19,7 @@ use std::sync::OnceLock;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::avx512::{self, e4m3, float_scales16, lookup, runs, scales16};
+use super::avx512::{self, e4m3, float_scales16, lookup, most_tokens, runs, scales16};
 use super::avx512_grids::{are_places, by_place, grid_runs, looks_up, unpack_places};
 use super::shared::{self, PREFETCH_TOKENS};
 use super::tiles::{INTEGER_ROWS, Scales, Stream, bias, by_row, even_bits, is_grid, is_table, row, step, table};
@@ -29,9 +29,12 @@ use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot};
 const SPLIT_WORDS: usize = 32;
 
 /// Tokens from which on unpacking weights to bytes pays against VNNI, which needs no bytes: later, the smaller the
-/// groups.
-fn least_tokens(x: &ActivationRows<'_>) -> usize {
-    if x.group == 32 { 10 } else { 6 }
+/// groups, but for llama.cpp's types, of which VNNI takes no more tokens at a time.
+fn least_tokens(row: usize, group: usize) -> usize {
+    match group {
+        32 => most_tokens(row).min(9) + 1,
+        _ => 6,
+    }
 }
 
 /// Exists only where [`detect`] found the features: that is what every call below relies on.
@@ -69,7 +72,9 @@ impl Kernel for Amx {
             match layout.precision.row_number() {
                 None => split_tiles(layout, tiles, x, start, out, count),
                 Some(INTEGER_ROWS..) => float_tiles(layout, tiles, x, start, out, count),
-                Some(_) if x.len() < least_tokens(x) => avx512::each_tile(layout, tiles, x, start, out, count),
+                Some(row) if x.len() < least_tokens(row, x.group) => {
+                    avx512::each_tile(layout, tiles, x, start, out, count)
+                }
                 Some(row) => by_row!(row, packed_tiles[](layout, tiles, x, start, out, count)),
             }
         }

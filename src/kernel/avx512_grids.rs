@@ -333,8 +333,8 @@ impl Tables {
 /// Writes the codes of whole super-blocks as signed bytes, 16 rows of 4 inputs in a row to a line.
 ///
 /// # Safety
-/// AVX-512 F, BW, VL and VBMI, GFNI; `ROW` has places; `lines` are whole super-blocks, and `to` has a line for each 4 of
-/// their inputs.
+/// AVX-512 F, BW, VL and VBMI, GFNI; `ROW` has places; `lines` are whole super-blocks, and `to` has a line for each
+/// 4 of their inputs.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,gfni")]
 pub(super) unsafe fn unpack_places<const ROW: usize>(lines: &[u8], to: &mut [MaybeUninit<[u8; 64]>]) {
     // SAFETY: as promised to this function.
