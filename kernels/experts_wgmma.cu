@@ -15,8 +15,8 @@
 //   experts_{gate_up|down}_wgmma_q4_k_t{48|96|176}
 //   experts_{gate_up|down}_wgmma_any_row_t{80|144}
 //
-// Blocks: the device's multiprocessors. A kernel beside them would take one, and its block's pieces would come after
-// all others. Arguments are those of experts_gemm.cu, with experts_sort's offsets for its tiles; num_experts <=
+// Blocks: the device's multiprocessors, less those of kernels beside them: a block that waits for one has its pieces
+// after all others. Arguments are those of experts_gemm.cu, with experts_sort's offsets for its tiles; num_experts <=
 // MAX_EXPERTS. TOKENS are those of a piece, at most; the largest are as many as registers suffice for.
 #include "epilogue.cuh"
 #include "experts.cuh"
@@ -220,6 +220,9 @@ template <class S> struct LineCopies {
     __device__ __forceinline__ int scales_at(int k0, int chunk) const {
         if constexpr (S::F == Q4_K) {
             using R = RowOf<Q4_K>;
+            static_assert(R::SUPER_BLOCK % S::K == 0 && R::HEAD % 16 == 0 && R::SUPER_BYTES % 16 == 0 &&
+                    S::SPANS * R::RECORD % 16 == 0,
+                "chunks of a super-block");
             const int within = k0 % R::SUPER_BLOCK / S::SPAN;
             return k0 / R::SUPER_BLOCK * R::SUPER_BYTES + chunk * 16 + (chunk < R::HEAD / 16 ? 0 : within * R::RECORD);
         }

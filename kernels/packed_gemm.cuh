@@ -137,6 +137,11 @@ __device__ __forceinline__ void load_units(RowUnit (&units)[2], const RowBand& b
     });
 }
 
+// A scale, and an offset that takes back what row_number adds.
+template <Format F> __device__ __forceinline__ float2 for_numbers(float2 scale) {
+    return make_float2(scale.x, scale.y - RowOf<F>::NUMBER_BIAS * scale.x);
+}
+
 // The weights of a lane in a unit, scaled and rounded once: of rows 4q .. 4q + 3 its 8 inputs.
 template <Format F>
 __device__ __forceinline__ void unpack_unit(uint4 (&weights)[4], const RowUnit& unit, const uint32_t* grid, bool f16) {
@@ -146,11 +151,11 @@ __device__ __forceinline__ void unpack_unit(uint4 (&weights)[4], const RowUnit& 
     for (int r = 0; r < 4; r++) {
         uint32_t four[2], pairs[4];
         row_codes<F>(unit, r, grid, four);
-        const float scale = scales[0][r].x, offset = scales[0][r].y - RowOf<F>::NUMBER_BIAS * scale;
+        const float2 by = for_numbers<F>(scales[0][r]);
 #pragma unroll
         for (int p = 0; p < 4; p++)
             pairs[p] =
-                pack_bf16(row_number<F>(four, 2 * p) * scale + offset, row_number<F>(four, 2 * p + 1) * scale + offset);
+                pack_bf16(row_number<F>(four, 2 * p) * by.x + by.y, row_number<F>(four, 2 * p + 1) * by.x + by.y);
         weights[r] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
 }
@@ -340,11 +345,12 @@ template <class S> struct WgmmaWeights<S, Q4_K> {
     uint32_t head[2][2], record[2][2]; // d and dmin of both rows; their bytes
     float2 scales[2][2];               // and offsets
     int shift, places[2];              // of this lane's two inputs of eight
+    static_assert(S::SPAN == K_BLOCK, "a group to two steps");
 
     __device__ __forceinline__ explicit WgmmaWeights(bool) {
         const int t = threadIdx.x % 4;
         shift = t / 2 * 4;
-        places[0] = 0x5044 + t % 2 * 0x200, places[1] = places[0] + 0x100;
+        places[0] = above_128(t % 2 * 2), places[1] = above_128(t % 2 * 2 + 1);
     }
 
     __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
@@ -373,19 +379,16 @@ template <class S> struct WgmmaWeights<S, Q4_K> {
                 const float2 d = scales_f32(head[i][0], true), dmin = scales_f32(head[i][1], true);
                 const Counts counts = counts_of<Q4_K>(record[i][0], record[i][1], threadIdx.x % WARP / 8);
 #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const float2 of = counted_scale<Q4_K>(r ? d.y : d.x, r ? dmin.y : dmin.x, counts, r);
-                    scales[i][r] = make_float2(of.x, of.y - R::NUMBER_BIAS * of.x);
-                }
+                for (int r = 0; r < 2; r++)
+                    scales[i][r] =
+                        for_numbers<Q4_K>(counted_scale<Q4_K>(r ? d.y : d.x, r ? dmin.y : dmin.x, counts, r));
             }
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const uint2 from = raw[i][c / 2];
                 const uint32_t codes = (c % 2 ? from.y : from.x) >> shift & 0x0f0f0f0fu;
                 const float2 by = scales[i][c % 2];
-                auto weight = [&](int j) {
-                    return __uint_as_float(__byte_perm(codes, 0x4300u, places[j])) * by.x + by.y;
-                };
+                auto weight = [&](int j) { return byte_above_128(codes, places[j]) * by.x + by.y; };
                 a[i][c] = pack_bf16(weight(0), weight(1));
             }
         }

@@ -19,7 +19,7 @@ use std::sync::OnceLock;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::avx512::{self, e4m3, float_scales16, lookup, most_tokens, runs, scales16};
+use super::avx512::{self, e4m3, float_scales16, lookup, runs, scales16};
 use super::avx512_grids::{are_places, by_place, grid_runs, looks_up, unpack_places};
 use super::shared::{self, PREFETCH_TOKENS};
 use super::tiles::{INTEGER_ROWS, Scales, Stream, bias, by_row, even_bits, is_grid, is_table, row, step, table};
@@ -29,10 +29,11 @@ use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot};
 const SPLIT_WORDS: usize = 32;
 
 /// Tokens from which on unpacking weights to bytes pays against VNNI, which needs no bytes: later, the smaller the
-/// groups, but for llama.cpp's types, of which VNNI takes no more tokens at a time.
+/// groups. VNNI takes 12 of the first three rows at a time, 6 of others.
 fn least_tokens(row: usize, group: usize) -> usize {
     match group {
-        32 => most_tokens(row).min(9) + 1,
+        32 if row < 3 => 10,
+        32 => 7,
         _ => 6,
     }
 }
@@ -535,7 +536,7 @@ unsafe fn unpack<const ROW: usize>(codes: &[u8], to: &mut [MaybeUninit<[u8; 64]>
                 }
             }
             for j in 0..4 {
-                _mm512_store_si512(to[j].as_mut_ptr().cast(), w[j]);
+                _mm512_storeu_si512(to[j].as_mut_ptr().cast(), w[j]);
             }
         }
         lines = lines.wrapping_add(step(ROW, i % 2));
@@ -586,7 +587,7 @@ unsafe fn sum_groups<const OFFSETS: bool, const R: usize>(
     out: &mut [f32],
 ) {
     let Part { next, group_bytes, onto, ref groups, stride } = *part;
-    let mut dots = MaybeUninit::<Results<i32>>::uninit();
+    let mut dots = Results([[0i32; TILE_ROWS]; TILE_ROWS]); // rows past the last token stay as they are
     let mut totals = Totals([0.0; TILE_ROWS]);
     let mut acc = [_mm512_setzero_ps(); R];
     if onto {
@@ -597,7 +598,8 @@ unsafe fn sum_groups<const OFFSETS: bool, const R: usize>(
     }
     let (a, lines) = (x.codes(first), x.group / 4);
     for (i, g) in (groups.start..=groups.end).enumerate() {
-        // SAFETY: as promised by the caller; `dots` is a whole tile, written before it is read.
+        // SAFETY: as promised by the caller; `dots` is a whole tile; the scales and sums of 15 tokens after any can be
+        // read.
         unsafe {
             if g < groups.end {
                 let a = a.wrapping_add(g * x.group / CODES * x.stride * CODES + g * x.group % CODES);
@@ -625,7 +627,7 @@ unsafe fn sum_groups<const OFFSETS: bool, const R: usize>(
                     _mm512_store_ps(totals.0.as_mut_ptr(), _mm512_mul_ps(sums, _mm512_loadu_ps(x_scales)));
                 }
                 for t in 0..R {
-                    let dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.as_ptr().cast::<__m512i>().add(t)));
+                    let dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.0[t].as_ptr().cast()));
                     acc[t] = _mm512_fmadd_ps(dot, _mm512_mul_ps(w_scale, _mm512_set1_ps(*x_scales.add(t))), acc[t]);
                     if OFFSETS {
                         let w_offset = _mm512_load_ps(unpacked.offsets.as_ptr().add(i - 1).cast());
@@ -634,7 +636,7 @@ unsafe fn sum_groups<const OFFSETS: bool, const R: usize>(
                 }
             }
             if g < groups.end {
-                store!(0, dots.as_mut_ptr(), 64usize);
+                store!(0, dots.0.as_mut_ptr(), 64usize);
             }
         }
     }
@@ -744,7 +746,7 @@ unsafe fn sum_float_groups<const R: usize>(
 ) {
     let Part { onto, ref groups, stride, .. } = *part;
     let blocks = scales.group / BF16_INPUTS;
-    let mut sums = MaybeUninit::<Results<f32>>::uninit();
+    let mut sums = Results([[0.0f32; TILE_ROWS]; TILE_ROWS]); // as `dots` there
     let mut acc = [_mm512_setzero_ps(); R];
     if onto {
         for t in 0..R.min(rows) {
@@ -770,12 +772,12 @@ unsafe fn sum_float_groups<const R: usize>(
             if g > groups.start {
                 let scale = float_scales16(scales, g - 1);
                 for t in 0..R {
-                    let sum = _mm512_load_ps(sums.as_ptr().cast::<f32>().add(t * TILE_ROWS));
+                    let sum = _mm512_load_ps(sums.0[t].as_ptr());
                     acc[t] = _mm512_fmadd_ps(sum, scale, acc[t]);
                 }
             }
             if g < groups.end {
-                store!(0, sums.as_mut_ptr(), 64usize);
+                store!(0, sums.0.as_mut_ptr(), 64usize);
             }
         }
     }

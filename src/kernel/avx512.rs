@@ -77,7 +77,7 @@ pub(super) unsafe fn each_tile(
 
 /// Tokens that share one pass over a tile of codes: two accumulators each, and the weights, in 32 registers. Half as
 /// many of llama.cpp's types, which compiles in half the time; many tokens are AMX's.
-pub(super) const fn most_tokens(number: usize) -> usize {
+const fn most_tokens(number: usize) -> usize {
     if number < 3 { 12 } else { 6 }
 }
 /// The same for a BF16 tile: four sums and an accumulator each.

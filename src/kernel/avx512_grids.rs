@@ -2,8 +2,8 @@
 //! memory elsewhere.
 //!
 //! In registers the 64 places of a line, four of each of 16 rows, are looked up at once, in the order in which they
-//! lie; activations are brought into that order. A place stands for few levels, which it takes little to look up, and a
-//! second table makes codes of levels and signs:
+//! lie; activations are brought into that order, or, for AMX, codes into theirs. A place stands for few levels, which
+//! it takes little to look up, and a second table makes codes of levels and signs:
 //!
 //! ```text
 //! plane   [places of the grid] bytes   of a run of four: two levels of 3 bits, in bits 0 to 2 and 5 to 7; two planes

@@ -25,13 +25,13 @@ const TILES: [usize; 4] = [16, 32, 64, 128];
 /// The same where the tokens are those of one expert.
 pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
 
-/// From so many tokens of an expert on, on average, blocks that stay are faster than tiles, on Hopper, by the tokens of
-/// their least pieces; measured on an H100 and an H200.
-fn persistent_from(precision: Precision, least_piece: usize) -> usize {
-    match least_piece {
-        _ if precision == Precision::Q4K => 4, // its tiles are unpacked through shared memory
-        ..=80 => 16,
-        _ => 24,
+/// From so many tokens of an expert on, on average, blocks that stay are faster than tiles on Hopper; measured on an
+/// H100 and an H200.
+fn persistent_from(precision: Precision) -> usize {
+    match precision {
+        Precision::Q4K => 4, // whose tiles are unpacked through shared memory
+        Precision::Int8 { .. } => 24,
+        _ => 16,
     }
 }
 
@@ -124,8 +124,8 @@ impl<A> MatrixKernels<A> {
         Self {
             few: named(few, &format!("experts_{name}_gemv_{}", row_name(precision))),
             many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), EXPERT_TILES),
-            persistent_from: persistent.first().map_or(0, |kernel| persistent_from(precision, kernel.tile[0])),
             persistent,
+            persistent_from: persistent_from(precision),
             packing: packing(precision, grid),
         }
     }
@@ -223,13 +223,15 @@ mod tests {
             assert_eq!(found.gate.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
             assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
         }
-        let (lines, rows, none) = (&[96, 176][..], &[80, 144][..], &[][..]);
+        let (four_bits, eight_bits) = (&[48, 96, 176][..], &[96, 176][..]);
+        let (rows, none) = (&[80, 144][..], &[][..]);
         for (precision, expected) in [
-            (Precision::int4(32), lines),
-            (Precision::int4(128), lines),
-            (Precision::Mxfp4, lines),
-            (Precision::int8(64), lines),
-            (Precision::Q4K, rows),
+            (Precision::int4(32), four_bits),
+            (Precision::int4(128), four_bits),
+            (Precision::Mxfp4, four_bits),
+            (Precision::int8(64), eight_bits),
+            (Precision::Q4K, four_bits),
+            (Precision::Q6K, rows),
             (Precision::Nvfp4, rows),
             (Precision::Bf16, none),
         ] {
