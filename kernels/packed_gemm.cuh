@@ -293,11 +293,26 @@ __device__ __forceinline__ void multiply_rows_wgmma(
     wgmma_commit();
 }
 
+// What a lane reads of two tiles' lines for 16 inputs: rows 2g and 2g + 1 of each tile, in both halves of the inputs.
+// Lane (g, t) brings inputs 2t, 2t + 1, 2t + 8, 2t + 9: rows in shared memory are read in the instruction's own order.
+template <class S>
+__device__ __forceinline__ void load_lines(uint2 (&raw)[2][2], const typename S::Stage& stage, int tile, int step) {
+    constexpr int HALF = Lines<S::F>::PER_BLOCK / 4; // lines of 8 inputs
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    const uint32_t own = (Lines<S::F>::FOUR_BITS ? 0 : S::F == INT8 ? t / 2 : t) * LINE_BYTES + g * 8;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            raw[i][half] = *reinterpret_cast<const uint2*>(
+                stage.lines + (tile + i) * S::TILE_BYTES + (2 * step + half) * HALF * LINE_BYTES + own);
+}
+
 // What a lane brings of a warp's two tiles: rows 2g and 2g + 1 of each, the left operand of products of 16 inputs.
 template <class S, Format F = S::F> struct WgmmaWeights {
     static_assert(S::K == 64 && S::WARP_TILES == 2, "rows of 128 bytes; 64 rows of weights to a product");
-    static constexpr int STEPS = S::K / 16, HALF = Lines<S::F>::PER_BLOCK / 4; // lines of 8 inputs
-    uint2 raw[2][2]; // of the tiles, in both halves of the inputs
+    static constexpr int STEPS = S::K / 16;
+    uint2 raw[2][2];
     uint32_t read[2] = {};
     RowScales scales[2];
     bool f16;
@@ -305,19 +320,12 @@ template <class S, Format F = S::F> struct WgmmaWeights {
     __device__ __forceinline__ explicit WgmmaWeights(bool f16) : f16(f16) {}
 
     __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
-        const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, tile = threadIdx.x / WARP * 2;
-        // Lane (g, t) brings inputs 2t, 2t + 1, 2t + 8, 2t + 9: rows in shared memory are read in the instruction's own
-        // order.
-        const uint32_t own = (Lines<S::F>::FOUR_BITS ? 0 : S::F == INT8 ? t / 2 : t) * LINE_BYTES + g * 8;
+        const int tile = threadIdx.x / WARP * 2;
+        load_lines<S>(raw, stage, tile, step);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                raw[i][half] = *reinterpret_cast<const uint2*>(
-                    stage.lines + (tile + i) * S::TILE_BYTES + (2 * step + half) * HALF * LINE_BYTES + own);
+        for (int i = 0; i < 2; i++)
             if (S::F != BF16 && step * 16 % S::SPAN == 0)
                 read[i] = stage_scales<S>(stage, tile + i, step * 16 / S::SPAN);
-        }
     }
 
     // Of the step that was loaded, scaled.
@@ -340,7 +348,7 @@ template <class S, Format F = S::F> struct WgmmaWeights {
 // those of unpack_unit, bit for bit.
 template <class S> struct WgmmaWeights<S, Q4_K> {
     using R = RowOf<Q4_K>;
-    static constexpr int STEPS = S::K / 16, HALF = Lines<Q4_K>::PER_BLOCK / 4;
+    static constexpr int STEPS = S::K / 16;
     uint2 raw[2][2];
     uint32_t head[2][2], record[2][2]; // d and dmin of both rows; their bytes
     float2 scales[2][2];               // and offsets
@@ -355,12 +363,9 @@ template <class S> struct WgmmaWeights<S, Q4_K> {
 
     __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
         const int g = threadIdx.x % WARP / 4, tile = threadIdx.x / WARP * 2;
+        load_lines<S>(raw, stage, tile, step);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                raw[i][half] = *reinterpret_cast<const uint2*>(
-                    stage.lines + (tile + i) * S::TILE_BYTES + (2 * step + half) * HALF * LINE_BYTES + g * 8);
             const unsigned char* of = stage.scales + (tile + i) * S::SCALE_BYTES;
             auto two = [&](int at) { return *reinterpret_cast<const uint32_t*>(of + at); };
             auto one = [&](int at) { return (uint32_t)*reinterpret_cast<const uint16_t*>(of + at); };
