@@ -7,6 +7,8 @@
 // head's softmax and bring no value.
 //   q [T, heads * key_dim], out [T, heads * value_dim] bf16. A negative rows[i] is skipped.
 //   KV head h finds its pages `table_stride` * h entries behind the first one's; 0: all heads have the same.
+//   `early`: rows, positions and tables were there before the last kernel that waits first (common.cuh), and are read
+//   before the kernel in front has ended.
 //
 // attend_decode_{KD}_{VD}_{bf16|int8} serves key_dim <= KD and value_dim <= VD, multiples of 8; its tile is (KD,
 // VD). Choose the first that holds both.
@@ -40,19 +42,29 @@ template <int KD, int VD, int STAGES, class Cache>
 __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial,
     float2* states, const int* rows, const int* positions, const int* token_seq, const int* seq_blocks,
     const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, Window window,
-    const float* sinks, int table_stride) {
+    const float* sinks, int table_stride, int early) {
     constexpr int KEY_PITCH = pitch_of<Cache>(KD), VALUE_PITCH = pitch_of<Cache>(VD), KEYS = tile_len<Cache>(KD),
                   STAGE = KEYS + tile_len<Cache>(VD);
     DYNAMIC_SHARED(unsigned char, shared);
+    if (!early) begin_short_kernel();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, split = blockIdx.x, splits = gridDim.x,
               row = rows[blockIdx.z];
-    if (row < 0) return;
     const int group = heads / kv_heads, parts = div_ceil(group, 16), kv_head = blockIdx.y / parts,
               part = blockIdx.y % parts;
     const int first_head = kv_head * group + part * 16, num_heads = min(16, group - part * 16);
-    const int last = positions[row], first = first_seen(window, last), skipped = first / PAGE,
+    const int last = row < 0 ? -1 : positions[row], first = first_seen(window, last), skipped = first / PAGE,
               total = last / PAGE + 1 - skipped;
-    const int begin = skipped + share(total, split, splits), count = skipped + share(total, split + 1, splits) - begin;
+    const Share own = share_of(total, split, splits);
+    const int begin = skipped + own.begin, count = own.count;
+    // Each lane keeps the id of one of 32 pages.
+    const uint32_t* table = block_table + kv_head * table_stride + begin;
+    uint32_t ids = 0;
+    if (row >= 0 && count > 0) {
+        table += seq_blocks[token_seq[row]];
+        ids = table[min(lane, count - 1)];
+    }
+    if (early) begin_short_kernel();
+    if (row < 0) return;
     const uint32_t state_at =
         (blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
     if (count == 0) {
@@ -61,16 +73,16 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     }
 
     uint32_t qa[KD / 16][4];
-    load_queries<Cache, KD / 16, 1>(qa, q + ((size_t)row * heads + first_head) * key_dim, num_heads, key_dim, 0, lane);
+    const bf16* query = q + ((size_t)row * heads + first_head + lane / 4) * key_dim;
+    load_queries<Cache, KD / 16, 1>(
+        qa, [&](int r, int col) { return query + r * 8 * key_dim + col; }, num_heads, key_dim, 0, lane);
 
-    // Copies run STAGES pages ahead. Each lane keeps the id of one of 32 pages.
-    const uint32_t* table = block_table + seq_blocks[token_seq[row]] + kv_head * table_stride + begin;
+    // Copies run STAGES pages ahead.
     Cache* tiles = reinterpret_cast<Cache*>(shared) + warp * STAGES * STAGE; // for each stage 16 keys, then 16 values
-    uint32_t ids = 0;
     const int left = last + 1 - begin * PAGE - warp * 16, hidden = first - begin * PAGE - warp * 16;
     auto rows_of = [&](int j) { return left - j * PAGE; };
     auto copy_keys = [&](int j, int stage) {
-        if (j % WARP == 0) ids = table[min(j + lane, count - 1)];
+        if (j > 0 && j % WARP == 0) ids = table[min(j + lane, count - 1)];
         const uint32_t id = __shfl_sync(ALL_LANES, ids, j % WARP);
         if (j < count) {
             const Cache* page = page_of(keys, id, kv_heads, kv_head, key_dim);
@@ -197,14 +209,13 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     const bf16 *q, const AS_BYTES(Cache) * keys, const AS_BYTES(Cache) * values, bf16 *out, float *partial,            \
         float2 *states, const int *rows, const int *positions, const int *token_seq, const int *seq_blocks,            \
         const uint32_t *block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, Window window,  \
-        const float *sinks, int table_stride
+        const float *sinks, int table_stride, int early
 #define DECODE(name, KD, VD, STAGES, Cache, SHARED)                                                                    \
     static_assert(SHARED == pages_bytes<KD, VD, STAGES, Cache>() + STATES_BYTES, "shared memory of " #name);           \
     KERNEL_TILE(name, KD, VD)                                                                                          \
     KERNEL(name, 128, SHARED, DECODE_ARGUMENTS(Cache)) {                                                               \
-        begin_short_kernel();                                                                                          \
         decode<KD, VD, STAGES, Cache>(q, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks,   \
-            block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks, table_stride);                     \
+            block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks, table_stride, early);              \
     }
 DECODE(attend_decode_64_64_bf16, 64, 64, 3, bf16, 55808)
 DECODE(attend_decode_96_96_bf16, 96, 96, 2, bf16, 53760)
@@ -221,19 +232,21 @@ DECODE(attend_decode_256_256_int8, 256, 256, 2, int8, 72192)
     static_assert(D == MOST_VALUE && SHARED == WideRing<D, true, 1, STAGES, Cache>::BYTES, "shared memory of " #name); \
     KERNEL_TILE(name, D, D)                                                                                            \
     KERNEL(name, 128, SHARED, DECODE_ARGUMENTS(Cache)) {                                                               \
-        begin_short_kernel();                                                                                          \
-        decode_wide<D, true, 1, STAGES, Cache>({q, keys, values, out, partial, states, rows, positions, token_seq,     \
-            seq_blocks, block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks});                      \
+        decode_wide<D, true, 1, STAGES, Cache>(                                                                        \
+            {{q, key_dim, nullptr, 0}, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks,     \
+                block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks, early});                       \
     }
 DECODE_WIDE(attend_decode_512_512_bf16, 512, 2, bf16, 74752)
 DECODE_WIDE(attend_decode_512_512_int8, 512, 4, int8, 77824)
 
-// Adds up the shares of a row's head, COMBINE_COLUMNS columns to a block.
+// Adds up the shares of a row's head, COMBINE_COLUMNS columns to a block. Shares behind the last one that has something
+// are not looked at: in a short context that is nearly all.
 constexpr int COMBINE_COLUMNS = 64;
 KERNEL(attend_combine, 128, 0, const float* partial, const float2* states, bf16* out, const int* rows, int splits,
     int heads, int value_dim, const float* sinks) {
     begin_short_kernel();
     __shared__ float weights[MAX_SPLITS], maxima[4], sums[4];
+    __shared__ int ends[4];
     __shared__ float4 columns[8][16];
     const int item = blockIdx.x, row = rows[item / heads], lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if (row < 0) return;
@@ -248,21 +261,25 @@ KERNEL(attend_combine, 128, 0, const float* partial, const float2* states, bf16*
     const float sink = sink_of(sinks, item % heads),
                 max = fmaxf(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3])), sink);
     float sum = 0.0f;
+    int end = 0;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const float weight = fast_exp2(state[i].x - max);
         weights[threadIdx.x + 128 * i] = weight;
         sum += weight * state[i].y;
+        const uint32_t some = __ballot_sync(ALL_LANES, weight != 0.0f);
+        if (some) end = 128 * i + warp * WARP + WARP - __clz((int)some);
     }
     sum = warp_sum(sum);
-    if (lane == 0) sums[warp] = sum;
+    if (lane == 0) sums[warp] = sum, ends[warp] = end;
     __syncthreads();
+    end = max_of(max_of(ends[0], ends[1]), max_of(ends[2], ends[3]));
 
     const int part = threadIdx.x / 16, col = blockIdx.y * COMBINE_COLUMNS + threadIdx.x % 16 * 4;
     float4 x = make_float4(0, 0, 0, 0);
     if (col < value_dim) {
 #pragma unroll 8
-        for (int s = part; s < splits; s += 8) {
+        for (int s = part; s < end; s += 8) {
             const float weight = weights[s];
             float4 y = make_float4(0, 0, 0, 0);
             if (weight != 0.0f)

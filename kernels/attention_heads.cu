@@ -5,10 +5,12 @@
 //   x[0, norm_width) = rmsnorm, if there is a norm
 //   (a, b) = (a cos - b sin, b cos + a sin) for pairs of x[at, at + 2 half)
 //
-// q [T, q.heads * q.dim] changes in place; k [T, k.heads * k.dim] and v [T, k.heads * v_dim] bf16 (v null: MLA) go to
-// the cache (layout: attention.cuh), at positions[t] of sequence token_seq[t]; a negative position is not stored.
-// angles [T, 2 half] f32: cos, then sin. Pairs are (i, i + half) or, interleaved, (2i, 2i + 1). In between all is f32.
-// A warp takes a head. Dimensions, `at`, and norm_width are multiples of 8, dim <= 576.
+// q [T, q.heads * q.dim] changes in place, without a norm what is rotated; k [T, k.heads * k.dim] and v [T, k.heads *
+// v_dim] bf16 (v null: MLA) go to the cache (layout: attention.cuh), at positions[t] of sequence token_seq[t]; a
+// negative position is not stored. angles [T, 2 half] f32: cos, then sin. Pairs are (i, i + half) or, interleaved, (2i,
+// 2i + 1). In between all is f32. A warp takes a head. Dimensions, `at`, and norm_width are multiples of 8, dim <= 576.
+// With `independent`, the kernel in front reads and writes nothing that this one writes, wrote nothing that it reads,
+// and has waited before it lets this one begin (begin_kernel): this one does not wait for its end.
 //
 // prepare_heads_{bf16|int8}: grid (T, ceil((q.heads + k.heads + (v ? k.heads : 0)) / HEADS_WARPS))
 #include "attention.cuh"
@@ -29,7 +31,7 @@ struct PrepareHeads {
     void *keys, *values;
     const int *positions, *token_seq, *seq_blocks;
     const uint32_t* block_table;
-    int v_dim, half, interleaved;
+    int v_dim, half, interleaved, independent;
 };
 
 // A head's numbers to position `at` of its page; or to any row, with a page's beginning and 0.
@@ -76,12 +78,17 @@ template <class Cache> __device__ __forceinline__ void prepare_heads(const Prepa
         if (!query && position >= 0)
             block = __ldcg(a.block_table + __ldcg(a.seq_blocks + __ldcg(a.token_seq + t)) + position / PAGE);
     }
-    begin_short_kernel();
+    if (a.independent)
+        let_next_kernel_begin();
+    else
+        begin_short_kernel();
     if (none) return;
 
+    // Of a query that has no norm only what is rotated.
+    const int begin = query && !heads.norm ? heads.at : 0, end = query && !heads.norm ? heads.at + 2 * a.half : dim;
     const bf16* from = (value ? a.v : heads.x) + ((size_t)t * heads.heads + head) * dim;
     float squares = 0.0f;
-    for (int i = 8 * lane; i < dim; i += 8 * WARP) {
+    for (int i = begin + 8 * lane; i < end; i += 8 * WARP) {
         const uint4 x = *reinterpret_cast<const uint4*>(from + i);
         const float v[8] = {low_f32(x.x), high_f32(x.x), low_f32(x.y), high_f32(x.y), low_f32(x.z), high_f32(x.z),
             low_f32(x.w), high_f32(x.w)};
@@ -112,7 +119,7 @@ template <class Cache> __device__ __forceinline__ void prepare_heads(const Prepa
     }
     __syncwarp();
     if (query) {
-        write_head(row, a.q.x + ((size_t)t * a.q.heads + head) * dim, 0, dim, lane);
+        write_head(row + begin, a.q.x + ((size_t)t * a.q.heads + head) * dim + begin, 0, end - begin, lane);
         return;
     }
     if (position < 0) return;
@@ -120,5 +127,11 @@ template <class Cache> __device__ __forceinline__ void prepare_heads(const Prepa
     write_head(row, page, position % PAGE, dim, lane);
 }
 
-KERNEL(prepare_heads_bf16, HEADS_THREADS, 0, const __grid_constant__ PrepareHeads a) { prepare_heads<bf16>(a); }
-KERNEL(prepare_heads_int8, HEADS_THREADS, 0, const __grid_constant__ PrepareHeads a) { prepare_heads<int8>(a); }
+#define PREPARE_HEADS(name, Cache)                                                                                     \
+    KERNEL(name, HEADS_THREADS, 0, const __grid_constant__ PrepareHeads a) {                                           \
+        prepare_heads<Cache>(a);                                                                                       \
+        /* A kernel that waits for this one also waits for the one in front of it. */                                  \
+        if (a.independent) wait_for_previous_kernel();                                                                 \
+    }
+PREPARE_HEADS(prepare_heads_bf16, bf16)
+PREPARE_HEADS(prepare_heads_int8, int8)

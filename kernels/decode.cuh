@@ -7,25 +7,31 @@ constexpr int MAX_SPLITS = 256; // shares of a context
 
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
-// Where the split-th of `splits` equal shares of `total` begins.
-__device__ __forceinline__ int share(int total, int split, int splits) {
-    return (int)((long long)total * split / splits);
+// What the split-th of `splits` takes of `total`: equal shares; of less than `splits` one each, the last ones nothing.
+struct Share {
+    int begin, count;
+};
+__device__ __forceinline__ Share share_of(int total, int split, int splits) {
+    splits = min(splits, total);
+    if (split >= splits) return {0, 0};
+    auto begin = [&](int split) { return (int)((long long)total * split / splits); };
+    return {begin(split), begin(split + 1) - begin(split)};
 }
 
-// Fragments of A from global memory: up to 16 rows of `dim` elements without gaps, zeros outside. Fragment i < N has
+// Fragments of A from global memory: up to 16 rows of `dim` elements, zeros outside. at(r, column) are two neighbours
+// of this lane's row lane / 4 + 8 * r. Fragment i < N has
 //   columns 16 * (first + i * STEP) to 16 * (first + i * STEP) + 15
 // in the order that load_b_rows has for a cache of type Cache.
-template <class Cache, int N, int STEP>
-__device__ __forceinline__ void load_queries(
-    uint32_t (&a)[N][4], const bf16* q, int rows, int dim, int first, int lane) {
+template <class Cache, int N, int STEP, class At>
+__device__ __forceinline__ void load_queries(uint32_t (&a)[N][4], At at, int rows, int dim, int first, int lane) {
 #pragma unroll
     for (int i = 0; i < N; i++)
 #pragma unroll
         for (int w = 0; w < 4; w++) {
             const int row = lane / 4 + w % 2 * 8,
-                      at = sizeof(Cache) == 1 ? lane % 4 * 4 + w / 2 * 2 : lane % 4 * 2 + w / 2 * 8,
-                      col = (first + i * STEP) * 16 + at;
-            a[i][w] = row < rows && col < dim ? *reinterpret_cast<const uint32_t*>(q + (size_t)row * dim + col) : 0;
+                      of_16 = sizeof(Cache) == 1 ? lane % 4 * 4 + w / 2 * 2 : lane % 4 * 2 + w / 2 * 8,
+                      col = (first + i * STEP) * 16 + of_16;
+            a[i][w] = row < rows && col < dim ? *reinterpret_cast<const uint32_t*>(at(w % 2, col)) : 0;
         }
 }
 

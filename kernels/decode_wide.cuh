@@ -51,9 +51,18 @@ template <int KD, bool OWN_VALUES, int GROUPS, int STAGES, class Cache> struct W
                          TILES_BYTES = STAGES * TILE * (int)sizeof(Cache), BYTES = TILES_BYTES + GROUPS * EXCHANGE * 16;
 };
 
+// Queries, heads without gaps but in two places: the first `most` numbers of each head, and the others, whose heads are
+// `rest_pitch` apart.
+struct Queries {
+    const bf16* first;
+    int most;
+    const bf16* rest;
+    int rest_pitch;
+};
+
 // What a row of the batch asks of a cache; MLA has no values and one KV head.
 template <class Cache> struct WideDecode {
-    const bf16* q;
+    Queries q;
     const Cache *keys, *values;
     bf16* out;
     float* partial;
@@ -64,21 +73,31 @@ template <class Cache> struct WideDecode {
     float scale;
     Window window;
     const float* sinks;
+    int early;
 };
 
 template <int KD, bool OWN_VALUES, int GROUPS, int STAGES, class Cache>
 __device__ __forceinline__ void decode_wide(const WideDecode<Cache>& a) {
     using Ring = WideRing<KD, OWN_VALUES, GROUPS, STAGES, Cache>;
     DYNAMIC_SHARED(unsigned char, shared);
+    if (!a.early) begin_short_kernel();
     const int lane = threadIdx.x % WARP, part = threadIdx.x / WARP % 4, group = threadIdx.x / 128, split = blockIdx.x,
               splits = gridDim.x, row = a.rows[blockIdx.z], key_dim = a.key_dim, value_dim = a.value_dim;
-    if (row < 0) return;
     const int shared_by = a.heads / a.kv_heads, parts = div_ceil(shared_by, 16 * GROUPS), kv_head = blockIdx.y / parts,
               at_head = (blockIdx.y % parts * GROUPS + group) * 16, first_head = kv_head * shared_by + at_head,
               num_heads = min(16, shared_by - at_head); // may be negative
-    const int last = a.positions[row], first = first_seen(a.window, last), skipped = first / UNIT,
+    const int last = row < 0 ? -1 : a.positions[row], first = first_seen(a.window, last), skipped = first / UNIT,
               total = last / UNIT + 1 - skipped;
-    const int begin = skipped + share(total, split, splits), count = skipped + share(total, split + 1, splits) - begin;
+    const Share own = share_of(total, split, splits);
+    const int begin = skipped + own.begin, count = own.count;
+    const uint32_t* table = a.block_table;
+    uint32_t page = 0, next = 0; // of the last copy, and of the next one, asked for before
+    if (row >= 0 && count > 0) {
+        table += a.seq_blocks[a.token_seq[row]];
+        next = table[begin * UNIT / PAGE];
+    }
+    if (a.early) begin_short_kernel();
+    if (row < 0) return;
     const uint32_t state_at =
         (blockIdx.z * a.heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
     if (count == 0) {
@@ -91,12 +110,18 @@ __device__ __forceinline__ void decode_wide(const WideDecode<Cache>& a) {
     // too: zeros, or columns that are not stored.
     constexpr int STEPS = KD / 16 / 4;
     uint32_t qa[STEPS][4];
+    const bf16 *first_of[2], *rest_of[2]; // of this lane's two heads, from number 0 on
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const size_t head = (size_t)row * a.heads + first_head + lane / 4 + 8 * r;
+        first_of[r] = a.q.first + head * a.q.most;
+        rest_of[r] = a.q.rest + head * a.q.rest_pitch - a.q.most;
+    }
     load_queries<Cache, STEPS, 4>(
-        qa, a.q + ((size_t)row * a.heads + first_head) * key_dim, num_heads, key_dim, part, lane);
+        qa, [&](int r, int col) { return (col < a.q.most ? first_of[r] : rest_of[r]) + col; }, num_heads, key_dim, part,
+        lane);
 
-    const uint32_t* table = a.block_table + a.seq_blocks[a.token_seq[row]];
     Cache* tiles = reinterpret_cast<Cache*>(shared);
-    uint32_t page = 0, next = table[begin * UNIT / PAGE]; // of the last copy, and of the next one, asked for before
     const int left = last + 1 - begin * UNIT, hidden = first - begin * UNIT;
     auto rows_of = [&](int u) { return left - u * UNIT; };
     auto in_page = [&](int u) { return (begin + u) * UNIT % PAGE; };

@@ -301,14 +301,3 @@ KERNEL(add_vectors, ROW_THREADS, 0, const uint32_t* range, const Addition* addit
             row[i] = __fadd_rn(row[i], __fmul_rn(a.coefficient, a.vector[i % a.length]));
     }
 }
-
-// Columns [x_at, x_at + width) of each head of x to out_at of each head of out. A head of x is x_dim wide, one of out
-// out_dim.
-KERNEL(attend_latent_copy_heads, ROW_THREADS, 0, const bf16* x, bf16* out, int heads, int width, int x_dim, int x_at,
-    int out_dim, int out_at) {
-    begin_kernel();
-    for (int i = threadIdx.x; i < heads * width; i += ROW_THREADS) {
-        const size_t head = (size_t)blockIdx.x * heads + i / width;
-        out[head * out_dim + out_at + i % width] = x[head * x_dim + x_at + i % width];
-    }
-}

@@ -45,7 +45,7 @@ pub mod source;
 mod streams;
 pub mod tensor;
 
-pub use attend::{Attend, Choice, Heads, KV_GROUP, Rotary, Softmax};
+pub use attend::{Attend, Choice, Heads, KV_GROUP, LatentQueries, Rotary, Softmax};
 pub use compress::{Compress, CompressRule, Seen};
 pub use dense::Dense;
 pub use load::{DeltaRule, Load, RouterTensors};

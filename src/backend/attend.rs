@@ -53,6 +53,9 @@ pub struct Choice<'a, B: Attend> {
     pub gathered: &'a B::Gathered,
 }
 
+/// Queries of latent attention `[T, heads * (nope + rope)]`, and what they attend to, where that is not all.
+pub type LatentQueries<'a, B> = (&'a <B as Memory>::Tensor, Option<&'a Choice<'a, B>>);
+
 /// Rotary angles, the KV cache and softmax attention over it. `T` is the number of tokens in the batch.
 pub trait Attend: Dense {
     /// KV storage of one layer, in blocks of [`BLOCK_SIZE`](crate::backend::batch::BLOCK_SIZE) positions.
@@ -120,15 +123,26 @@ pub trait Attend: Dense {
     );
     /// Activations for [`Attend::attend_latent`] on at most `max_tokens` tokens.
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<Self::LatentScratch>;
-    /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents, or those that were
-    /// chosen; `out` is `[T, heads * v]`.
+    /// What of [`Attend::attend_latent`] reads nothing that is rotated, on its way beside
+    /// [`Attend::prepare_heads`], which comes next: queries' `nope` numbers into the latents' space. Nothing, where a
+    /// backend does it later.
+    fn absorb_latent(
+        &self,
+        _batch: &Self::Batch,
+        _up: &Self::LatentUp,
+        _scratch: &mut Self::LatentScratch,
+        _queries: LatentQueries<'_, Self>,
+    ) {
+    }
+    /// Latent attention of queries, rotated, over the cached latents; `out` is `[T, heads * v]`. Comes after
+    /// [`Attend::absorb_latent`] of the same queries.
     fn attend_latent(
         &self,
         kv: &Self::Kv,
         batch: &Self::Batch,
         up: &Self::LatentUp,
         scratch: &mut Self::LatentScratch,
-        queries: (&Self::Tensor, Option<&Choice<'_, Self>>),
+        queries: LatentQueries<'_, Self>,
         out: &mut Self::Tensor,
     );
 }

@@ -83,6 +83,14 @@ fn image_of<'a>(name: &str, built: &'a [u8], dir: Option<&OsStr>) -> Result<Cow<
     Ok(Cow::Owned(image))
 }
 
+/// Hundredths of a multiprocessor's memory that are shared memory, not L1, in kernels of few tokens (132 KB on Hopper).
+/// They follow one another within microseconds, and a multiprocessor that divides its memory anew must be empty.
+/// Left to the driver, Qwen3-30B decodes 3% slower; with all of it shared memory, 8% (an H200).
+const SHARED_OF_FEW_TOKENS: i32 = 58;
+
+/// What a block may have where that was measured.
+const HOPPER_SHARED_BYTES: usize = 227 << 10;
+
 /// A kernel on a device.
 #[derive(Clone, Copy)]
 struct Function(sys::CUfunction);
@@ -155,8 +163,8 @@ impl Kernels {
         *found.entry(name).or_insert_with(|| self.find(name).unwrap_or_else(|| panic!("there is no kernel {name}")))
     }
 
-    fn find(&self, name: &str) -> Option<Function> {
-        let name = CString::new(name).ok()?;
+    fn find(&self, kernel: &str) -> Option<Function> {
+        let name = CString::new(kernel).ok()?;
         self.modules.iter().find_map(|&module| {
             let mut function = ptr::null_mut();
             // SAFETY: writes one pointer; the module lives as long as the process.
@@ -176,6 +184,10 @@ impl Kernels {
                     function,
                 );
                 let _ = sys::cuFuncSetAttribute(function, most, self.shared_bytes as i32 - own);
+                if self.shared_bytes == HOPPER_SHARED_BYTES && kernel.contains("gemv") {
+                    let part = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+                    let _ = sys::cuFuncSetAttribute(function, part, SHARED_OF_FEW_TOKENS);
+                }
             }
             Some(Function(function))
         })

@@ -63,7 +63,9 @@ pub(crate) fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, us
         let mut scratch = b.latent_scratch(config, last.len()).unwrap();
         let mut out = b.filled(heads * v, &vec![9.0; last.len() * heads * v]);
         let up = b.load_latent_up(config, host(rank, &kv_b)).unwrap();
-        b.attend_latent(&kv, &b.on_device(&last), &up, &mut scratch, (&b.filled(cols, &q), None), &mut out);
+        let (batch, q) = (b.on_device(&last), b.filled(cols, &q));
+        b.absorb_latent(&batch, &up, &mut scratch, (&q, None));
+        b.attend_latent(&kv, &batch, &up, &mut scratch, (&q, None), &mut out);
         b.numbers(&out)
     });
     check(&format!("{config:?}, {bits}, {sequences:?}"), &got, &want, LATENT);
@@ -121,14 +123,15 @@ fn latents_go_into_the_cache_normed_and_rotated() {
             b.rope_angles(&b.load_norm(inv_freq.clone().into()).unwrap(), 1.0, &batch, &mut angles);
             let (mut q, mut latents, norm) =
                 (b.filled(4 * dim, &q), b.filled(rank + rope, &latents), b.load_norm(norm.clone().into()).unwrap());
+            let (mut scratch, mut out) =
+                (b.latent_scratch(&config, all.len()).unwrap(), b.tensor(all.len(), 4 * 32).unwrap());
+            let up = b.load_latent_up(&config, host(rank, &kv_b)).unwrap();
+            b.absorb_latent(&batch, &up, &mut scratch, (&q, None));
             let queries = Heads { x: &mut q, heads: 4, dim, norm: None, rope_at: nope };
             let keys =
                 Heads { x: &mut latents, heads: 1, dim: rank + rope, norm: Some((&norm, rank, 1e-6)), rope_at: rank };
             let rotary = Rotary { angles: &angles, interleaved };
             b.prepare_heads(&mut kv, &batch, Some(&rotary), queries, keys, None);
-            let (mut scratch, mut out) =
-                (b.latent_scratch(&config, all.len()).unwrap(), b.tensor(all.len(), 4 * 32).unwrap());
-            let up = b.load_latent_up(&config, host(rank, &kv_b)).unwrap();
             b.attend_latent(&kv, &batch, &up, &mut scratch, (&q, None), &mut out);
             (b.numbers(&q), b.numbers(&out))
         });

@@ -80,7 +80,9 @@ fn check_choice(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], 
         let up = b.load_latent_up(&config, host(rank, &kv_b)).unwrap();
         let gathered = b.gathered(&kv, indexer, last.len()).unwrap();
         let choice = Choice { chosen: &chosen, gathered: &gathered };
-        b.attend_latent(&kv, &batch, &up, &mut scratch, (&b.filled(cols, &q), Some(&choice)), &mut out);
+        let q = b.filled(cols, &q);
+        b.absorb_latent(&batch, &up, &mut scratch, (&q, Some(&choice)));
+        b.attend_latent(&kv, &batch, &up, &mut scratch, (&q, Some(&choice)), &mut out);
         b.numbers(&out)
     });
     check(&format!("{indexer:?}, {bits}, {sequences:?}"), &got, &want, LATENT);

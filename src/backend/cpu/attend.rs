@@ -12,7 +12,7 @@ use super::{Cpu, lock};
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
 use crate::backend::tensor::Tensor;
-use crate::backend::{Attend, Choice, Memory, Rotary, Softmax};
+use crate::backend::{Attend, Choice, LatentQueries, Memory, Rotary, Softmax};
 use crate::config::KvBits;
 use crate::machine::workers::Shared;
 use crate::model::{Indexer, KvDims, Mla, PositionScale, Values};
@@ -319,7 +319,7 @@ impl Attend for Cpu {
         batch: &Batch,
         up: &LatentUp,
         LatentScratch { query, mixed }: &mut LatentScratch,
-        (q, choice): (&Tensor, Option<&Choice<'_, Self>>),
+        (q, choice): LatentQueries<'_, Self>,
         out: &mut Tensor,
     ) {
         let config = &up.config;

@@ -9,10 +9,11 @@ use half::bf16;
 use super::attend_latent::{LatentOp, LatentScratch, Segment, Single};
 use super::batch::{TILE_ROWS, blocks};
 use super::load::LatentUp;
+use super::product::FEW_TOKENS;
 use super::select::{Chosen, Gathered};
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::batch::BLOCK_SIZE;
-use crate::backend::{Attend, Choice, Heads, Rotary, Softmax};
+use crate::backend::{Attend, Heads, LatentQueries, Rotary, Softmax};
 use crate::config::KvBits;
 use crate::cuda::kernels::attention_decode::{COMBINE_COLUMNS, HEADS, KV_GROUP, MOST_VALUE, NO_WINDOW, PAGE};
 use crate::cuda::kernels::attention_prefill::COLUMNS;
@@ -165,7 +166,7 @@ impl CudaBackend {
             q, single.keys, single.values, out, self.attention.partial.address(), self.attention.states.address(),
             single.rows, single.positions, single.token_seq, single.seq_blocks, single.block_table, heads as i32,
             kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32, softmax.scale, window, sinks,
-            single.table_stride as i32);
+            single.table_stride as i32, i32::from(single.early));
         self.combine((count, single.rows), splits, heads, kv.value_dim, sinks, out);
     }
 
@@ -313,6 +314,7 @@ impl Attend for CudaBackend {
             v_dim: kv.value_dim as i32,
             half: rotary.map_or(0, |rotary| rotary.angles.cols / 2) as i32,
             interleaved: i32::from(rotary.is_some_and(|rotary| rotary.interleaved)),
+            independent: i32::from(self.cuda.take_independent()),
         };
         let grid = [batch.rows(), runs.div_ceil(kernels::attention_heads::HEADS_WARPS), 1];
         launch!(self.cuda, &self.cuda.compute, kernel, grid; argument);
@@ -350,20 +352,39 @@ impl Attend for CudaBackend {
         LatentScratch::new(self, config, max_tokens, self.limits.context)
     }
 
+    fn absorb_latent(
+        &self,
+        batch: &CudaBatch,
+        up: &LatentUp,
+        scratch: &mut LatentScratch,
+        queries: LatentQueries<'_, Self>,
+    ) {
+        // Those that choose come in waves, which share the scratch.
+        if queries.1.is_none() && batch.decode > 0 {
+            self.absorb(up, scratch, queries.0, 0..batch.decode);
+            if batch.decode <= FEW_TOKENS {
+                // It writes nothing but its scratch, and reads of queries what is not rotated.
+                self.cuda.promise_independent();
+            }
+        }
+    }
+
     fn attend_latent(
         &self,
         kv: &Kv,
         batch: &CudaBatch,
         up: &LatentUp,
         scratch: &mut LatentScratch,
-        (q, choice): (&Tensor, Option<&Choice<'_, Self>>),
+        (q, choice): LatentQueries<'_, Self>,
         out: &mut Tensor,
     ) {
         let op = LatentOp { kv, batch, up, scratch, q, out };
         match choice {
             Some(choice) => {
                 for (wave, _) in choice.chosen.waves(batch, 0, choice.gathered.wave) {
-                    self.attend_absorbed(&op, &self.side_by_side(kv, batch, choice, &wave));
+                    let single = self.side_by_side(kv, batch, choice, &wave);
+                    self.absorb(up, op.scratch, q, single.first..single.first + single.count);
+                    self.attend_absorbed(&op, &single);
                 }
             }
             None if batch.decode > 0 => self.attend_absorbed(&op, &Single::of(batch, kv, self.limits.context)),

@@ -36,15 +36,15 @@ const PREFILL: [Kernel<kernels::PrefillMlaArguments>; 3] = [
 
 /// Activations of latent attention.
 pub struct LatentScratch {
-    query: DeviceBuffer<bf16>,   // [DECODE_ROWS, heads, rank + rope]: in the latent's space
-    mixed: DeviceBuffer<bf16>,   // [DECODE_ROWS, heads, rank]
-    latents: DeviceBuffer<bf16>, // [segment, rank]
-    pub(super) rotated: DeviceBuffer<bf16>, // [segment, rope]
+    query: DeviceBuffer<bf16>,               // [DECODE_ROWS, heads, rank]: in the latent's space
+    mixed: DeviceBuffer<bf16>,               // [DECODE_ROWS, heads, rank]
+    latents: DeviceBuffer<bf16>,             // [segment, rank]
+    pub(super) rotated: DeviceBuffer<bf16>,  // [segment, rope]
     pub(super) expanded: DeviceBuffer<bf16>, // [segment, heads, nope + v]
-    pub(super) segment: usize,   // positions that are expanded at a time
-    pub(super) max: DeviceBuffer<f32>, // [rows, heads]: the softmax between segments
-    pub(super) sum: DeviceBuffer<f32>, // [rows, heads]
-    pub(super) acc: DeviceBuffer<f32>, // [rows, heads, v]
+    pub(super) segment: usize,               // positions that are expanded at a time
+    pub(super) max: DeviceBuffer<f32>,       // [rows, heads]: the softmax between segments
+    pub(super) sum: DeviceBuffer<f32>,       // [rows, heads]
+    pub(super) acc: DeviceBuffer<f32>,       // [rows, heads, v]
 }
 
 impl LatentScratch {
@@ -62,7 +62,7 @@ impl LatentScratch {
         let rows = if context > segment { max_tokens } else { 0 };
         let decode = max_tokens.min(DECODE_ROWS);
         Ok(Self {
-            query: DeviceBuffer::zeros(cuda, decode * heads * (rank + rope))?,
+            query: DeviceBuffer::zeros(cuda, decode * heads * rank)?,
             mixed: DeviceBuffer::zeros(cuda, decode * heads * rank)?,
             latents: DeviceBuffer::zeros(cuda, segment * rank)?,
             rotated: DeviceBuffer::zeros(cuda, segment * rope)?,
@@ -106,6 +106,7 @@ pub(super) struct Single {
     pub(super) seq_blocks: Address<i32>,
     pub(super) block_table: Address<u32>,
     pub(super) table_stride: usize, // from one KV head's table to the next; 0: they have the same
+    pub(super) early: bool,         // rows, positions and tables are the batch's: no kernel makes them
 }
 
 impl Single {
@@ -123,6 +124,7 @@ impl Single {
             seq_blocks: batch.seq_blocks(),
             block_table: batch.block_table(),
             table_stride: 0,
+            early: true,
         }
     }
 }
@@ -136,15 +138,25 @@ pub(super) struct KeyValues {
     pub(super) int8: bool,
 }
 
+/// Queries `[rows, heads, key_dim]` in two places.
+pub(super) struct Queries {
+    /// The first `most` numbers of each head, without gaps.
+    pub(super) first: Address<bf16>,
+    pub(super) most: usize,
+    /// The others, whose heads are `rest_pitch` apart.
+    pub(super) rest: Address<bf16>,
+    pub(super) rest_pitch: usize,
+}
+
 impl CudaBackend {
-    /// Attention of single rows over keys that are values: `q` `[rows, heads, key_dim]`, `out` `[rows, heads,
-    /// value_dim]`; `sinks` `[heads]` or null.
+    /// Attention of single rows over keys that are values; `out` is `[rows, heads, value_dim]`, `sinks` `[heads]` or
+    /// null.
     pub(super) fn attend_key_values(
         &self,
         &KeyValues { heads, key_dim, value_dim, scale, int8 }: &KeyValues,
         single: &Single,
         sinks: Address<f32>,
-        q: Address<bf16>,
+        q: &Queries,
         out: Address<bf16>,
     ) {
         let rows = single.count;
@@ -156,61 +168,64 @@ impl CudaBackend {
         let parts = heads.div_ceil(kernel.tile[0]);
         let splits = (blocks_at_once / (rows * parts)).clamp(1, single.context.div_ceil(UNIT).min(MAX_SPLITS));
         launch!(self.cuda, &self.cuda.compute, kernel, [splits, parts, rows];
-            q, single.keys, out, self.attention.partial.address(), self.attention.states.address(), single.rows,
-            single.positions, single.token_seq, single.seq_blocks, single.block_table, heads as i32, key_dim as i32,
-            value_dim as i32, scale, sinks);
+            q.first, q.most as i32, q.rest, q.rest_pitch as i32, single.keys, out, self.attention.partial.address(),
+            self.attention.states.address(), single.rows, single.positions, single.token_seq, single.seq_blocks,
+            single.block_table, heads as i32, key_dim as i32, value_dim as i32, scale, sinks,
+            i32::from(single.early));
         self.combine((rows, single.rows), splits, heads, value_dim, sinks, out);
     }
 
-    /// Single rows, in the latent's space.
-    pub(super) fn attend_absorbed(&self, op: &LatentOp<'_>, single: &Single) {
-        let &LatentOp { kv, up, scratch, q, out, .. } = op;
-        let config = &up.config;
-        let (heads, nope, rope, v, rank) = (
-            config.num_heads,
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-            config.kv_lora_rank,
-        );
-        let (key_dim, rows, stream) = (rank + rope, single.count, &self.cuda.compute);
-        let q = q.bf16().add(single.first * heads * (nope + rope));
-        let product = Product {
-            x: q,
-            x_pitch: heads * (nope + rope),
-            x_batch: nope + rope,
+    /// The first numbers of some rows' queries into the latent's space, which must have room for so many.
+    pub(super) fn absorb(&self, up: &LatentUp, scratch: &LatentScratch, q: &Tensor, rows: Range<usize>) {
+        let &Mla { num_heads: heads, qk_nope_head_dim: nope, kv_lora_rank: rank, .. } = &up.config;
+        let dim = up.config.qk_head_dim();
+        self.product(&Product {
+            x: q.bf16().add(rows.start * heads * dim),
+            x_pitch: heads * dim,
+            x_batch: dim,
             w: up.key_up.address(),
             w_batch: rank * nope,
             bias: Address::NULL,
             y: scratch.query.address().cast(),
-            y_pitch: heads * key_dim,
-            y_batch: key_dim,
-            tokens: rows,
+            y_pitch: heads * rank,
+            y_batch: rank,
+            tokens: rows.len(),
             n: rank,
             k: nope,
             batch: heads,
             out: Out::Bf16,
+        });
+    }
+
+    /// Single rows, in the latent's space, where [`absorb`](Self::absorb) has put their queries.
+    pub(super) fn attend_absorbed(&self, op: &LatentOp<'_>, single: &Single) {
+        let &LatentOp { kv, up, scratch, q, out, .. } = op;
+        let &Mla { num_heads: heads, qk_nope_head_dim: nope, v_head_dim: v, kv_lora_rank: rank, .. } = &up.config;
+        let dim = up.config.qk_head_dim();
+        let shape =
+            KeyValues { heads, key_dim: up.config.cache_dim(), value_dim: rank, scale: up.config.scale, int8: kv.int8 };
+        let queries = Queries {
+            first: scratch.query.address(),
+            most: rank,
+            rest: q.bf16().add(single.first * heads * dim + nope),
+            rest_pitch: dim,
         };
-        self.product(&product);
-        launch!(self.cuda, stream, kernels::attend_latent_copy_heads, [rows, 1, 1];
-            q, scratch.query.address(), heads as i32, rope as i32, (nope + rope) as i32, nope as i32,
-            key_dim as i32, rank as i32);
-
-        let shape = KeyValues { heads, key_dim, value_dim: rank, scale: config.scale, int8: kv.int8 };
-        self.attend_key_values(&shape, single, Address::NULL, scratch.query.address(), scratch.mixed.address());
-
+        self.attend_key_values(&shape, single, Address::NULL, &queries, scratch.mixed.address());
         self.product(&Product {
             x: scratch.mixed.address(),
             x_pitch: heads * rank,
             x_batch: rank,
             w: up.kv_b.address().add(nope * rank),
             w_batch: (nope + v) * rank,
+            bias: Address::NULL,
             y: out.bf16().add(single.first * heads * v).cast(),
             y_pitch: heads * v,
             y_batch: v,
+            tokens: single.count,
             n: v,
             k: rank,
-            ..product
+            batch: heads,
+            out: Out::Bf16,
         });
     }
 

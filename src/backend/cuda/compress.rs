@@ -3,7 +3,7 @@
 
 use half::bf16;
 
-use super::attend_latent::{KeyValues, Single};
+use super::attend_latent::{KeyValues, Queries, Single};
 use super::recur::State;
 use super::select::{GATHERED_BYTES, Index, WAVE, counting};
 use super::{CudaBackend, CudaBatch, Tensor};
@@ -188,9 +188,11 @@ impl Compress for CudaBackend {
                 seq_blocks: scratch.first_pages.address(),
                 block_table: scratch.tables.address(),
                 table_stride: 0,
+                early: false,
             };
             let at = first * q.cols;
-            self.attend_key_values(&shape, &single, seen.sinks.address(), q.bf16().add(at), out.bf16().add(at));
+            let queries = Queries { first: q.bf16().add(at), most: shape.key_dim, rest: Address::NULL, rest_pitch: 0 };
+            self.attend_key_values(&shape, &single, seen.sinks.address(), &queries, out.bf16().add(at));
         }
         let kept = window.min(batch.longest());
         launch!(self.cuda, stream, kernels::window_keep, [kept, batch.sequences(), 1];

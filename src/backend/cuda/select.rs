@@ -178,6 +178,7 @@ impl CudaBackend {
             seq_blocks: to.first_pages.address(),
             block_table: to.tables.address(),
             table_stride: if to.copies.is_none() && to.sets > 1 { pages } else { 0 },
+            early: false,
         }
     }
 }

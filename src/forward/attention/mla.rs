@@ -167,6 +167,11 @@ pub(super) fn attention<B: Backend>(
         let inputs = indexer::Inputs { h, latent: q_latent_normed.as_ref() };
         indexer::select(step, &selection.indexer, w, cache.index(), buffers, inputs, chosen);
     }
+    if let Some(scale) = &config.position_scale {
+        backend.scale_by_position(q, step.batch, scale);
+    }
+    let choice = indexer::choice(chosen, indexer);
+    backend.absorb_latent(step.batch, &weights.up, scratch, (&*q, choice.as_ref()));
     let kv = cache.kv();
     let queries = Heads {
         x: &mut *q,
@@ -184,10 +189,6 @@ pub(super) fn attention<B: Backend>(
         rope_at: rank,
     };
     backend.prepare_heads(kv, step.batch, step.rotary.as_ref(), queries, latents, None);
-    if let Some(scale) = &config.position_scale {
-        backend.scale_by_position(q, step.batch, scale);
-    }
-    let choice = indexer::choice(chosen, indexer);
     backend.attend_latent(kv, step.batch, &weights.up, scratch, (q, choice.as_ref()), out);
     if let (Some(w), Some(gate)) = (&weights.gate, gate) {
         backend.linear(w, h, gate);
