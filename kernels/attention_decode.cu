@@ -267,10 +267,10 @@ KERNEL(attend_combine, 128, 0, const float* partial, const float2* states, bf16*
         const float weight = fast_exp2(state[i].x - max);
         weights[threadIdx.x + 128 * i] = weight;
         sum += weight * state[i].y;
-        const uint32_t some = __ballot_sync(ALL_LANES, weight != 0.0f);
-        if (some) end = 128 * i + warp * WARP + WARP - __clz((int)some);
+        if (weight != 0.0f) end = threadIdx.x + 128 * i + 1;
     }
     sum = warp_sum(sum);
+    end = (int)warp_max((float)end);
     if (lane == 0) sums[warp] = sum, ends[warp] = end;
     __syncthreads();
     end = max_of(max_of(ends[0], ends[1]), max_of(ends[2], ends[3]));
@@ -278,15 +278,17 @@ KERNEL(attend_combine, 128, 0, const float* partial, const float2* states, bf16*
     const int part = threadIdx.x / 16, col = blockIdx.y * COMBINE_COLUMNS + threadIdx.x % 16 * 4;
     float4 x = make_float4(0, 0, 0, 0);
     if (col < value_dim) {
-#pragma unroll 8
-        for (int s = part; s < end; s += 8) {
-            const float weight = weights[s];
-            float4 y = make_float4(0, 0, 0, 0);
-            if (weight != 0.0f)
-                y = *reinterpret_cast<const float4*>(
-                    partial + ((size_t)item * splits + s) * value_dim + col); // otherwise nothing may be there
-            x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
-        }
+        const float* from = partial + (size_t)item * splits * value_dim + col;
+        for (int first = part; first < end; first += 64)
+#pragma unroll
+            for (int s = first; s < first + 64; s += 8) {
+                const float weight = weights[s];
+                float4 y = make_float4(0, 0, 0, 0);
+                if (weight != 0.0f)
+                    y = *reinterpret_cast<const float4*>(
+                        from + (size_t)s * value_dim); // otherwise nothing may be there
+                x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
+            }
     }
     columns[part][threadIdx.x % 16] = x;
     __syncthreads();

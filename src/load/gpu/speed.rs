@@ -206,9 +206,9 @@ mod tests {
     fn what_was_measured_is_expected() {
         let speeds = CostModel { cpu_bytes: 0.9 * 137e9, cpu_products: 1.5e12, pcie_bytes: 55e9 };
         for (name, resident, measured) in [
-            ("qwen3-30b-a3b", None, [473.0, 52_900.0]),
+            ("qwen3-30b-a3b", None, [497.0, 52_900.0]),
             ("qwen3-30b-a3b", Some(0), [98.0, 30_100.0]),
-            ("deepseek-v2-lite", None, [537.0, 86_300.0]),
+            ("deepseek-v2-lite", None, [573.0, 86_300.0]),
             ("deepseek-v2-lite", Some(0), [143.0, 59_800.0]),
         ] {
             check(Card(140, 4.15e12), (1, Some(speeds)), (name, None, resident), measured);

@@ -97,7 +97,7 @@ impl Facts for Mla {
     }
 
     fn gpu_seconds(&self) -> f64 {
-        36e-6
+        31e-6
     }
 
     fn gpu_lacks(&self) -> Option<String> {
