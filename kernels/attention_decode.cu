@@ -48,11 +48,11 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     DYNAMIC_SHARED(unsigned char, shared);
     if (!early) begin_short_kernel();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, split = blockIdx.x, splits = gridDim.x,
-              row = rows[blockIdx.z];
+              row = __ldcg(rows + blockIdx.z);
     const int group = heads / kv_heads, parts = div_ceil(group, 16), kv_head = blockIdx.y / parts,
               part = blockIdx.y % parts;
     const int first_head = kv_head * group + part * 16, num_heads = min(16, group - part * 16);
-    const int last = row < 0 ? -1 : positions[row], first = first_seen(window, last), skipped = first / PAGE,
+    const int last = row < 0 ? -1 : __ldcg(positions + row), first = first_seen(window, last), skipped = first / PAGE,
               total = last / PAGE + 1 - skipped;
     const Share own = share_of(total, split, splits);
     const int begin = skipped + own.begin, count = own.count;
@@ -60,8 +60,8 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     const uint32_t* table = block_table + kv_head * table_stride + begin;
     uint32_t ids = 0;
     if (row >= 0 && count > 0) {
-        table += seq_blocks[token_seq[row]];
-        ids = table[min(lane, count - 1)];
+        table += __ldcg(seq_blocks + __ldcg(token_seq + row));
+        ids = __ldcg(table + min(lane, count - 1));
     }
     if (early) begin_short_kernel();
     if (row < 0) return;
@@ -267,7 +267,7 @@ KERNEL(attend_combine, 128, 0, const float* partial, const float2* states, bf16*
         const float weight = fast_exp2(state[i].x - max);
         weights[threadIdx.x + 128 * i] = weight;
         sum += weight * state[i].y;
-        if (weight != 0.0f) end = threadIdx.x + 128 * i + 1;
+        if (weight > 0.0f) end = threadIdx.x + 128 * i + 1;
     }
     sum = warp_sum(sum);
     end = (int)warp_max((float)end);
@@ -284,7 +284,7 @@ KERNEL(attend_combine, 128, 0, const float* partial, const float2* states, bf16*
             for (int s = first; s < first + 64; s += 8) {
                 const float weight = weights[s];
                 float4 y = make_float4(0, 0, 0, 0);
-                if (weight != 0.0f)
+                if (weight > 0.0f)
                     y = *reinterpret_cast<const float4*>(
                         from + (size_t)s * value_dim); // otherwise nothing may be there
                 x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);

@@ -82,19 +82,19 @@ __device__ __forceinline__ void decode_wide(const WideDecode<Cache>& a) {
     DYNAMIC_SHARED(unsigned char, shared);
     if (!a.early) begin_short_kernel();
     const int lane = threadIdx.x % WARP, part = threadIdx.x / WARP % 4, group = threadIdx.x / 128, split = blockIdx.x,
-              splits = gridDim.x, row = a.rows[blockIdx.z], key_dim = a.key_dim, value_dim = a.value_dim;
+              splits = gridDim.x, row = __ldcg(a.rows + blockIdx.z), key_dim = a.key_dim, value_dim = a.value_dim;
     const int shared_by = a.heads / a.kv_heads, parts = div_ceil(shared_by, 16 * GROUPS), kv_head = blockIdx.y / parts,
               at_head = (blockIdx.y % parts * GROUPS + group) * 16, first_head = kv_head * shared_by + at_head,
               num_heads = min(16, shared_by - at_head); // may be negative
-    const int last = row < 0 ? -1 : a.positions[row], first = first_seen(a.window, last), skipped = first / UNIT,
-              total = last / UNIT + 1 - skipped;
+    const int last = row < 0 ? -1 : __ldcg(a.positions + row), first = first_seen(a.window, last),
+              skipped = first / UNIT, total = last / UNIT + 1 - skipped;
     const Share own = share_of(total, split, splits);
     const int begin = skipped + own.begin, count = own.count;
     const uint32_t* table = a.block_table;
     uint32_t page = 0, next = 0; // of the last copy, and of the next one, asked for before
     if (row >= 0 && count > 0) {
-        table += a.seq_blocks[a.token_seq[row]];
-        next = table[begin * UNIT / PAGE];
+        table += __ldcg(a.seq_blocks + __ldcg(a.token_seq + row));
+        next = __ldcg(table + begin * UNIT / PAGE);
     }
     if (a.early) begin_short_kernel();
     if (row < 0) return;

@@ -39,7 +39,7 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
               count = (ungated ? 1 : 2) * div_ceil(intermediate, TILE_ROWS) - first_tile;
     const uint8_t* weights = reinterpret_cast<const uint8_t*>(experts[tile.x]) +
         (size_t)first_tile * tile_bytes_of<S::F>(hidden, packing).all;
-    auto row_at = [&](int i) { return i < tokens ? pair_slot[tile.y + i] / top_k : -1; };
+    auto input_row = [&](int i) { return i < tokens ? pair_slot[tile.y + i] / top_k : -1; };
     // Tiles of gate and up take turns, so a lane has both of its rows.
     auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
         if (ungated) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
                 }
         }
     };
-    packed_gemm<S>(weights, count, hidden, packing, x, hidden, tokens, row_at, finish);
+    packed_gemm<S>(weights, count, hidden, packing, x, hidden, tokens, input_row, finish);
 }
 
 template <class S>
@@ -88,7 +88,7 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
     const int first_tile = blockIdx.x * BLOCK_TILES, count = div_ceil(hidden, TILE_ROWS) - first_tile;
     const uint8_t* weights = reinterpret_cast<const uint8_t*>(experts[tile.x]) + down_at +
         (size_t)first_tile * tile_bytes_of<S::F>(intermediate, packing).all;
-    auto row_at = [&](int i) { return i < tokens ? tile.y + i : -1; };
+    auto input_row = [&](int i) { return i < tokens ? tile.y + i : -1; };
     auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
 #pragma unroll
         for (int j = 0; j < S::COLUMNS; j++)
@@ -107,7 +107,7 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
                 }
             }
     };
-    packed_gemm<S>(weights, count, intermediate, packing, h, intermediate, tokens, row_at, finish);
+    packed_gemm<S>(weights, count, intermediate, packing, h, intermediate, tokens, input_row, finish);
 }
 
 #define GROUPED_ARGUMENTS                                                                                              \

@@ -144,13 +144,13 @@ template <class S> struct Ring {
     }
 };
 
-// One of an expert's matrices, and what it is multiplied by: row_at(i) is the row of x for position i of pair_slot.
-template <class RowAt> struct Operands {
+// One of an expert's matrices, and what it is multiplied by: input_row(i) is the row of x for position i of pair_slot.
+template <class InputRow> struct Operands {
     const uint64_t* experts;
     int at, tiles, k; // where the matrix begins in an expert
     const Packing& packing;
     const bf16* x;
-    RowAt row_at;
+    InputRow input_row;
 
     __device__ __forceinline__ const uint8_t* matrix(const Piece& piece) const {
         return reinterpret_cast<const uint8_t*>(experts[piece.expert]) + at;
@@ -166,14 +166,15 @@ template <class S> struct TokenCopies {
     const bf16* x;
     int chunk, to, tokens;
 
-    template <class RowAt>
-    __device__ __forceinline__ TokenCopies(const Operands<RowAt>& a, const Piece& piece)
+    template <class InputRow>
+    __device__ __forceinline__ TokenCopies(const Operands<InputRow>& a, const Piece& piece)
         : x(a.x), chunk(threadIdx.x % CHUNKS), tokens(piece.tokens) {
         const int first = threadIdx.x % WARPGROUP / CHUNKS;
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
             from[i] =
-                (uint32_t)a.row_at(piece.first + min(first + i * STEP, piece.tokens - 1)) * (uint32_t)(a.k / 8) + chunk;
+                (uint32_t)a.input_row(piece.first + min(first + i * STEP, piece.tokens - 1)) * (uint32_t)(a.k / 8) +
+                chunk;
         to = first * S::K * 2 + swizzle_row<S>(first, chunk);
     }
 
@@ -200,8 +201,8 @@ template <class S> struct LineCopies {
     const uint8_t *lines, *scales[SCALE_COPIES];
     int group_shift;
 
-    template <class RowAt>
-    __device__ __forceinline__ LineCopies(const Operands<RowAt>& a, const Piece& piece)
+    template <class InputRow>
+    __device__ __forceinline__ LineCopies(const Operands<InputRow>& a, const Piece& piece)
         : group_shift(31 - __clz(a.packing.group)) {
         const int tid = threadIdx.x % WARPGROUP;
         const TileBytes bytes = tile_bytes_of<S::F>(a.k, a.packing);
@@ -252,9 +253,9 @@ struct NoCopies {
 };
 
 // The copying warpgroup's part.
-template <class S, class RowAt>
+template <class S, class InputRow>
 __device__ __forceinline__ void copy_pieces(
-    Ring<S> ring, const Pieces& pieces, PiecePlace& at, const Operands<RowAt>& a) {
+    Ring<S> ring, const Pieces& pieces, PiecePlace& at, const Operands<InputRow>& a) {
     static_assert(S::K == 2 * K_BLOCK, "the last stage has both blocks or one");
     while (at.take<S::TOKENS>(pieces)) {
         const Piece piece = at.piece;
@@ -320,9 +321,9 @@ __device__ __forceinline__ void multiply_stages(WarpSums<C>& acc, Ring<S>& ring,
 
 // The same for weights of format F, which is one of ANY_ROW. Each warp unpacks its two tiles. `unpacked` says where,
 // and goes on from piece to piece.
-template <class S, Format F, class RowAt>
+template <class S, Format F, class InputRow>
 __device__ __forceinline__ void unpack_and_multiply_stages(
-    WarpSums<S::COLUMNS>& acc, Ring<S>& ring, int& unpacked, const Piece& piece, const Operands<RowAt>& a) {
+    WarpSums<S::COLUMNS>& acc, Ring<S>& ring, int& unpacked, const Piece& piece, const Operands<InputRow>& a) {
     const int group = threadIdx.x / WARPGROUP, tile = threadIdx.x / WARP % 4 * 2, steps = div_ceil(a.k, S::K),
               group_shift = 31 - __clz(a.packing.group), tokens = piece.tokens;
     const uint32_t* grid = reinterpret_cast<const uint32_t*>(ring.shared + S::GRID_AT);
@@ -362,9 +363,9 @@ __device__ __forceinline__ void unpack_and_multiply_stages(
 }
 
 // A consumer's part. store(piece, sums, columns) is told of the first columns of a piece.
-template <class S, class RowAt, class Store>
+template <class S, class InputRow, class Store>
 __device__ __forceinline__ void multiply_pieces(
-    Ring<S> ring, const Pieces& pieces, PiecePlace& at, const Operands<RowAt>& a, Store store) {
+    Ring<S> ring, const Pieces& pieces, PiecePlace& at, const Operands<InputRow>& a, Store store) {
     auto clear = [](auto& acc) {
 #pragma unroll
         for (auto& tile : acc)
@@ -393,8 +394,9 @@ __device__ __forceinline__ void multiply_pieces(
 }
 
 // The roles of a block's warpgroups.
-template <class S, class RowAt, class Store>
-__device__ __forceinline__ void persistent(const int* offsets, int num_experts, const Operands<RowAt>& a, Store store) {
+template <class S, class InputRow, class Store>
+__device__ __forceinline__ void persistent(
+    const int* offsets, int num_experts, const Operands<InputRow>& a, Store store) {
     DYNAMIC_SHARED_ALIGNED(unsigned char, shared, 1024);
     Pieces& pieces = *reinterpret_cast<Pieces*>(shared + S::PIECES_AT);
     PiecePlace& at = reinterpret_cast<PiecePlace*>(shared + S::PLACES_AT)[threadIdx.x / WARP];
@@ -515,9 +517,9 @@ __device__ __forceinline__ void gate_up(const int* offsets, const int* pair_slot
     const bf16* x, bf16* h, int hidden, int intermediate, int top_k, int num_experts, const Packing& packing,
     const Epilogue& epilogue) {
     const int kinds = epilogue.activation.form == RELU_SQUARED ? 1 : 2;
-    auto row_at = [&](int i) { return pair_slot[i] / top_k; };
-    const Operands<decltype(row_at)> operands{
-        experts, 0, kinds * div_ceil(intermediate, TILE_ROWS), hidden, packing, x, row_at};
+    auto input_row = [&](int i) { return pair_slot[i] / top_k; };
+    const Operands<decltype(input_row)> operands{
+        experts, 0, kinds * div_ceil(intermediate, TILE_ROWS), hidden, packing, x, input_row};
     persistent<S>(offsets, num_experts, operands, [&](const Piece& piece, const auto& sums, auto columns) {
         store_gate_up<S, decltype(columns)::value / 8>(
             piece, sums, epilogue, h + (size_t)piece.first * intermediate, intermediate);
@@ -528,9 +530,9 @@ template <class S>
 __device__ __forceinline__ void down(const int* offsets, const int* pair_slot, const uint64_t* experts, const bf16* h,
     bf16* y, int hidden, int intermediate, int down_at, int num_experts, const Packing& packing,
     const Epilogue& epilogue) {
-    auto row_at = [](int i) { return i; };
-    const Operands<decltype(row_at)> operands{
-        experts, down_at, div_ceil(hidden, TILE_ROWS), intermediate, packing, h, row_at};
+    auto input_row = [](int i) { return i; };
+    const Operands<decltype(input_row)> operands{
+        experts, down_at, div_ceil(hidden, TILE_ROWS), intermediate, packing, h, input_row};
     persistent<S>(offsets, num_experts, operands, [&](const Piece& piece, const auto& sums, auto columns) {
         store_down<S, decltype(columns)::value / 8>(piece, sums, epilogue, pair_slot, y, hidden);
     });

@@ -424,12 +424,12 @@ __device__ __forceinline__ void multiply_wgmma(
 }
 #endif
 
-// `weights`: the first tile of the band, of which `tiles` exist. `row_at(i)`: row of x for token i, or -1. Calls
+// `weights`: the first tile of the band, of which `tiles` exist. `input_row(i)`: row of x for token i, or -1. Calls
 // finish(acc, tile, token, row) in every warp with its sums: fragments of tiles x columns, from `tile` and `token` of
 // the block on; of a tile, a lane has `row` and `row` + 1 where the instruction says g and g + 8.
-template <class S, class RowAt, class Finish>
+template <class S, class InputRow, class Finish>
 __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, int k, const Packing& packing,
-    const bf16* x, int x_pitch, int tokens, RowAt row_at, Finish finish) {
+    const bf16* x, int x_pitch, int tokens, InputRow input_row, Finish finish) {
     DYNAMIC_SHARED_ALIGNED(unsigned char, shared, 1024);
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
     const TileBytes bytes = tile_bytes_of<S::F>(k, packing);
@@ -454,7 +454,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     uint32_t row_from[ROW_COPIES]; // in chunks of 8 inputs
 #pragma unroll
     for (int i = 0; i < ROW_COPIES; i++) {
-        const int row = row_at(first_row + i * ROW_STEP);
+        const int row = input_row(first_row + i * ROW_STEP);
         row_from[i] = row < 0 ? ~0u : (uint32_t)row * (uint32_t)(x_pitch / 8) + row_chunk;
     }
     const uint32_t row_to = first_row * S::K * 2 + swizzle_row<S>(first_row, row_chunk);

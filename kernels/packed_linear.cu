@@ -20,7 +20,7 @@ __device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16
     begin_kernel();
     const int first_tile = blockIdx.x * BLOCK_TILES, first_token = blockIdx.y * S::TOKENS,
               count = min(tokens - first_token, S::TOKENS);
-    auto row_at = [&](int i) { return i < count ? first_token + i : -1; };
+    auto input_row = [&](int i) { return i < count ? first_token + i : -1; };
     auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
 #pragma unroll
         for (int i = 0; i < S::WARP_TILES; i++) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16
         }
     };
     packed_gemm<S>(weights + (size_t)first_tile * tile_bytes<S::F>(k, group), div_ceil(n, TILE_ROWS) - first_tile, k,
-        Packing{nullptr, S::F, group, 0}, x, x_pitch, count, row_at, finish);
+        Packing{nullptr, S::F, group, 0}, x, x_pitch, count, input_row, finish);
 }
 
 constexpr int GEMV_THREADS = 256, GEMV_WARPS = GEMV_THREADS / WARP;

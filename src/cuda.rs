@@ -397,8 +397,8 @@ impl Cuda {
         self.is_recording() || self.rehearsing.load(Relaxed)
     }
 
-    /// Promises that the next kernel neither reads nor writes what the last one reads or writes: they may run at the
-    /// same time.
+    /// Promises that the next kernel and the last one may run at the same time: neither writes what the other one reads
+    /// or writes, and the last one waits before it lets the next one begin.
     pub(crate) fn promise_independent(&self) {
         self.independent.store(true, Relaxed);
     }

@@ -123,9 +123,8 @@ pub trait Attend: Dense {
     );
     /// Activations for [`Attend::attend_latent`] on at most `max_tokens` tokens.
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<Self::LatentScratch>;
-    /// What of [`Attend::attend_latent`] reads nothing that is rotated, on its way beside
-    /// [`Attend::prepare_heads`], which comes next: queries' `nope` numbers into the latents' space. Nothing, where a
-    /// backend does it later.
+    /// Moves queries' `nope` numbers, which are not rotated, into the latents' space. [`Attend::prepare_heads`] of the
+    /// same queries is the next op: a device may do both at once. The default leaves it to [`Attend::attend_latent`].
     fn absorb_latent(
         &self,
         _batch: &Self::Batch,

@@ -83,13 +83,10 @@ fn image_of<'a>(name: &str, built: &'a [u8], dir: Option<&OsStr>) -> Result<Cow<
     Ok(Cow::Owned(image))
 }
 
-/// Hundredths of a multiprocessor's memory that are shared memory, not L1, in kernels of few tokens (132 KB on Hopper).
-/// They follow one another within microseconds, and a multiprocessor that divides its memory anew must be empty.
-/// Left to the driver, Qwen3-30B decodes 3% slower; with all of it shared memory, 8% (an H200).
+/// Hundredths of a multiprocessor's memory that products of few tokens want as shared memory, not as L1: 132 KB on
+/// Hopper. They follow one another within microseconds, and a multiprocessor that divides its memory anew must be empty.
+/// Measured on an H200: benches/record/h200-16-cores/2026-11-28-decode.json.
 const SHARED_OF_FEW_TOKENS: i32 = 58;
-
-/// What a block may have where that was measured.
-const HOPPER_SHARED_BYTES: usize = 227 << 10;
 
 /// A kernel on a device.
 #[derive(Clone, Copy)]
@@ -100,6 +97,7 @@ pub struct Kernels {
     modules: Vec<sys::CUmodule>,
     found: std::sync::Mutex<HashMap<&'static str, Function>>,
     shared_bytes: usize,
+    is_hopper: bool,
 }
 
 impl Kernels {
@@ -125,11 +123,12 @@ impl Kernels {
             modules: modules.collect::<Result<_>>()?,
             found: Default::default(),
             shared_bytes: info.shared_bytes,
+            is_hopper: info.has_wgmma(),
         })
     }
 
     pub(super) fn none() -> Self {
-        Self { modules: Vec::new(), found: Default::default(), shared_bytes: 0 }
+        Self { modules: Vec::new(), found: Default::default(), shared_bytes: 0, is_hopper: false }
     }
 
     /// Loads a kernel before its first launch, which then takes no memory.
@@ -184,7 +183,7 @@ impl Kernels {
                     function,
                 );
                 let _ = sys::cuFuncSetAttribute(function, most, self.shared_bytes as i32 - own);
-                if self.shared_bytes == HOPPER_SHARED_BYTES && kernel.contains("gemv") {
+                if self.is_hopper && kernel.contains("gemv") {
                     let part = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
                     let _ = sys::cuFuncSetAttribute(function, part, SHARED_OF_FEW_TOKENS);
                 }

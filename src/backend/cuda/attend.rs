@@ -298,6 +298,8 @@ impl Attend for CudaBackend {
         v: Option<&Tensor>,
     ) {
         assert_eq!(v.is_some(), kv.values.is_some());
+        let independent = self.cuda.take_independent();
+        assert!(!independent || q.norm.is_none(), "a norm rewrites what may still be read");
         let kernel = if kv.int8 { kernels::prepare_heads_int8 } else { kernels::prepare_heads_bf16 };
         let runs = q.heads + k.heads + if v.is_some() { k.heads } else { 0 };
         let argument = PrepareHeads {
@@ -314,7 +316,7 @@ impl Attend for CudaBackend {
             v_dim: kv.value_dim as i32,
             half: rotary.map_or(0, |rotary| rotary.angles.cols / 2) as i32,
             interleaved: i32::from(rotary.is_some_and(|rotary| rotary.interleaved)),
-            independent: i32::from(self.cuda.take_independent()),
+            independent: i32::from(independent),
         };
         let grid = [batch.rows(), runs.div_ceil(kernels::attention_heads::HEADS_WARPS), 1];
         launch!(self.cuda, &self.cuda.compute, kernel, grid; argument);

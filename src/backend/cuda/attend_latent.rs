@@ -175,7 +175,8 @@ impl CudaBackend {
         self.combine((rows, single.rows), splits, heads, value_dim, sinks, out);
     }
 
-    /// The first numbers of some rows' queries into the latent's space, which must have room for so many.
+    /// Moves the first numbers of some rows' queries into the latent's space: to `scratch.query`, which must have room
+    /// for so many rows.
     pub(super) fn absorb(&self, up: &LatentUp, scratch: &LatentScratch, q: &Tensor, rows: Range<usize>) {
         let &Mla { num_heads: heads, qk_nope_head_dim: nope, kv_lora_rank: rank, .. } = &up.config;
         let dim = up.config.qk_head_dim();
