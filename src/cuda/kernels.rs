@@ -84,7 +84,7 @@ fn image_of<'a>(name: &str, built: &'a [u8], dir: Option<&OsStr>) -> Result<Cow<
 }
 
 /// Hundredths of a multiprocessor's memory that products of few tokens want as shared memory, not as L1: 132 KB on
-/// Hopper. They follow one another within microseconds, and a multiprocessor that divides its memory anew must be empty.
+/// Hopper. They follow one another within microseconds, and a multiprocessor must be empty to divide its memory anew.
 /// Measured on an H200: benches/record/h200-16-cores/2026-11-28-decode.json.
 const SHARED_OF_FEW_TOKENS: i32 = 58;
 
