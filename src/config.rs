@@ -57,6 +57,7 @@ named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Int8 "int8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
 named!(ExpertsMemory: Auto "auto", Map "map", Copy "copy");
 named!(PrefillOn: Auto "auto", Cpu "cpu", Gpu "gpu");
+named!(DecodeOn: Auto "auto", Cpu "cpu");
 named!(Split: Auto "auto", Width "width", Experts "experts", Layers "layers");
 
 /// Storage and arithmetic of the routed experts.
@@ -278,6 +279,16 @@ pub enum PrefillOn {
     Gpu,
 }
 
+/// Where the routed experts in RAM are computed in decode, beside a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum DecodeOn {
+    /// On the CPU, but for those that the GPU reads over the link: as many as make steps fastest.
+    #[default]
+    Auto,
+    /// On the CPU.
+    Cpu,
+}
+
 /// What activations are next to weights in integers of 2 to 8 bits, on the CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum ActivationBits {
@@ -410,6 +421,10 @@ engine_config! {
         /// Where to compute the routed experts during prefill when there is a GPU; auto chooses the faster.
         #[arg(long, default_value = "auto", value_parser = choice_of(&PrefillOn::ALL))]
         prefill: PrefillOn,
+        /// Where to compute the experts in RAM during decode when there is a GPU: auto (the GPU reads some of them over
+        /// the link, as many as make steps fastest), or cpu.
+        #[arg(long, default_value = "auto", value_parser = choice_of(&DecodeOn::ALL))]
+        decode: DecodeOn,
     }
 
     /// How many requests run at the same time.

@@ -9,6 +9,7 @@
 //! residency     which expert is in VRAM, which in RAM
 //! popularity    how often each is chosen
 //! pool          VRAM as a cache: which experts come into it
+//! trial         which of several ways makes steps fastest
 //! service       experts alone, for other engines
 //! mailbox       how a device hands tokens to the CPU's experts
 //! gpu           each expert where it is cheapest: VRAM, the link, the CPU
@@ -31,6 +32,7 @@ pub mod residency;
 pub mod service;
 #[cfg(feature = "cuda")]
 pub mod stream_port;
+mod trial;
 
 pub use cpu::{CpuExperts, Tuning};
 pub use epilogue::Epilogue;
@@ -42,6 +44,12 @@ use crate::backend::Backend;
 
 /// Tokens of a batch up to which experts of the next layer are foreseen; more choose most of them.
 pub const FORESEEN_TOKENS: usize = 8;
+
+/// Of `n` experts in RAM that a layer of a decode step wants, those that a GPU reads over its link, where it takes so
+/// many `eighths`: as kernels/handoff.cu says.
+fn by_link(n: usize, eighths: u32) -> usize {
+    (n * eighths as usize + 4) / 8
+}
 
 /// The routed experts of a model, beside the backend that runs the rest.
 pub trait ExpertExecutor<B: Backend>: Send {

@@ -70,6 +70,7 @@ pub struct CpuExperts {
 /// All memory of an executor, taken once.
 pub struct Buffers {
     checked: Vec<bool>,   // [layers, experts]: the checksum held
+    news: Vec<usize>,     // those for which that was seen since `newly_checked`
     active: Vec<Active>,  // of the submitted layer
     in_gate: Vec<Active>, // the same in the order of `gate`, where some were foreseen
     foresight: Foresight,
@@ -102,8 +103,11 @@ impl Buffers {
         active.clear();
         let mut in_gate = heap.zeros(&[experts])?;
         in_gate.clear();
+        let mut news = heap.zeros(&[layers, experts])?;
+        news.clear();
         Ok(Self {
             in_gate,
+            news,
             foresight: Foresight::new(heap, experts)?,
             checked: heap.zeros(&[layers, experts])?,
             active,
@@ -131,7 +135,10 @@ impl CpuExperts {
     ) -> Result<Self> {
         let shape = memory.shape();
         let mut buffers = Buffers::new(heap, kernel, &shape, team.threads(), pairs)?;
-        buffers.checked.fill(memory.is_copy());
+        if memory.is_copy() {
+            buffers.checked.fill(true);
+            buffers.news.extend(0..buffers.checked.len());
+        }
         Ok(Self {
             bytes_read: 0,
             layer: 0,
@@ -256,10 +263,19 @@ impl CpuExperts {
         if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error);
         }
-        for active in &self.buffers.active {
-            self.buffers.checked[base + active.expert] = true;
+        let Buffers { active, checked, news, .. } = &mut self.buffers;
+        for expert in active.iter().map(|active| base + active.expert) {
+            if !std::mem::replace(&mut checked[expert], true) {
+                news.push(expert);
+            }
         }
         Ok(())
+    }
+
+    /// The experts, counted over all layers, whose bytes were found to be what they should be since the last call.
+    #[cfg(feature = "cuda")]
+    pub(super) fn newly_checked(&mut self) -> impl Iterator<Item = usize> {
+        self.buffers.news.drain(..)
     }
 
     /// Brings `x` into the form of the weights: once per token, then a copy for each of its experts, whose rows lie

@@ -1,9 +1,10 @@
 //! Routed experts beside a CUDA backend: in VRAM, streamed into it, or on the CPU, each where it is cheapest.
 //!
 //! ```text
-//! recorded passes   the CPU computes all experts that are not in VRAM: kernels publish hidden states and routing into
-//!                   memory that both see, and wait for the sum. Beside that, a kernel copies experts that were missing
-//!                   into the slots of others (`experts/pool.rs`), for the steps that follow
+//! recorded passes   the CPU computes experts that are not in VRAM: kernels publish hidden states and routing into
+//!                   memory that both see, and wait for the sum. Of few tokens the GPU reads some of these experts
+//!                   itself, over the link (`split`). Beside that, a kernel copies experts that were missing into the
+//!                   slots of others (`experts/pool.rs`), for the steps that follow
 //! other passes      experts cross PCIe as they lie in RAM, on a stream of their own, a layer ahead of the compute
 //!                   stream; the CPU takes the share that lets both end together. Where few experts of a layer are
 //!                   chosen, only those cross, once the routing is known
@@ -19,6 +20,7 @@
 //! residents    experts that live in VRAM, and the tables of their addresses
 //! ring         experts that pass through VRAM
 //! admissions   experts on their way into VRAM beside a step
+//! split        experts in RAM that are read over the link beside the CPU's
 //! board        memory through which the ranks of a pool agree
 //! handoff      the CPU's part, through a mailbox
 //! learning     counts of chosen experts
@@ -46,11 +48,13 @@ mod products;
 pub mod prompts;
 mod residents;
 mod ring;
+mod split;
 mod together;
 
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::cost::CostModel;
 use super::popularity::Popularity;
@@ -72,6 +76,7 @@ use parts::Parts;
 use products::{Choices, LayerInput, Products, Sink};
 use residents::Residents;
 use ring::Ring;
+use split::{NO_SPLIT, Split};
 use together::{Decider, Together};
 
 /// Tokens up to which experts in VRAM are multiplied as they are read, each once; sorted and in tiles beyond.
@@ -118,7 +123,8 @@ pub struct GpuExperts {
     parts: Arc<Parts>,
     sizes: Sizes,
     costs: CostModel,
-    forced: Option<Prefill>,
+    forced: Forced,
+    split: Option<Split>,   // `None`: in decode the CPU reads all experts in RAM
     branch: Option<Branch>, // `None`: the experts in VRAM stay as they were at the start
     together: Together,     // behind `branch`, whose kernels use what it has
     residents: Residents,
@@ -129,6 +135,15 @@ pub struct GpuExperts {
     on_holders: usize, // experts of a layer that these have
     learning: Option<Learning>,
     submitted: Option<Submitted>,
+}
+
+/// Where experts run, as far as the user decides it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Forced {
+    /// Those of prefill.
+    pub prefill: Option<Prefill>,
+    /// In decode the CPU computes all experts that are in RAM.
+    pub decode_on_cpu: bool,
 }
 
 /// Where the experts of prefill run, if the user decides it.
@@ -172,6 +187,7 @@ struct Buffers {
     products: Products,
     handoff: Handoff,
     admissions: (admissions::Road, admissions::Buffers),
+    split: split::Buffers,
 }
 
 impl Buffers {
@@ -191,6 +207,7 @@ impl Buffers {
             products: Products::new(cuda, shape, epilogue, sizes)?,
             handoff: Handoff::new(cuda, heap, shape, sizes)?,
             admissions: (admissions::Road::new(cuda)?, admissions::Buffers::new(cuda, shape.layers())?),
+            split: split::Buffers::new(cuda, (shape.layers(), shape.experts), sizes.top_k)?,
         })
     }
 }
@@ -226,7 +243,7 @@ impl GpuExperts {
         cpu: CpuExperts,
         sizes: Sizes,
         costs: CostModel,
-        forced: Option<Prefill>,
+        forced: Forced,
     ) -> Result<Self> {
         let memory = cpu.memory().clone();
         let (cache, shape) = (memory.cache(), memory.shape());
@@ -279,13 +296,13 @@ impl GpuExperts {
         cuda: Arc<Cuda>,
         heap: &Heap,
         mut cpu: CpuExperts,
-        (sizes, costs, forced): (Sizes, CostModel, Option<Prefill>),
+        (sizes, costs, forced): (Sizes, CostModel, Forced),
         Start { learning, registered, together }: Start,
     ) -> Result<(Self, Option<Way>)> {
         let memory = cpu.memory().clone();
         let parts = Arc::new(Parts::new(memory.clone(), sizes.share, &registered)?);
         let shape = parts.shape();
-        let Buffers { mut residents, ring, products, handoff, admissions } =
+        let Buffers { mut residents, ring, products, handoff, admissions, split } =
             Buffers::new(&cuda, heap, (shape, parts.width()), cpu.epilogue(), &sizes)?;
         residents.fill(&parts, together.residency(), |layer| cpu.check_layer(layer))?;
         let (branch, way) = match (sizes.resident > 0 && parts.are_for_kernels(), admissions) {
@@ -296,8 +313,11 @@ impl GpuExperts {
             }
             (false, _) => (None, None),
         };
+        let splits = sizes.in_ram(shape.experts) > 0 && !forced.decode_on_cpu;
+        let split = if splits { Split::new(&parts, split, &costs) } else { None };
         let experts = Self {
             learning,
+            split,
             together,
             parts,
             ring,
@@ -356,7 +376,7 @@ impl GpuExperts {
     fn streamed(&self, tokens: usize, layer: usize) -> usize {
         let others = self.together.residency().in_ram(layer).len();
         let must = tokens > self.sizes.cpu_tokens;
-        match self.forced {
+        match self.forced.prefill {
             // There is no room for two experts.
             _ if self.sizes.ring < 2 => 0,
             // Nothing can be copied by hand in a recording.
@@ -470,13 +490,15 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         // It is the first rank that hands the CPU its share and adds it.
         let cpu = shared && self.sizes.share.rank == 0;
         assert!(!cpu || tokens <= self.sizes.cpu_tokens, "the CPU was given more tokens than was allocated for");
+        let split = self.split.as_ref().filter(|_| cpu && self.cuda.is_rehearsing() && Split::is_for(tokens));
         let table = match streamed {
             0 => self.residents.table(layer),
             _ => self.residents.marks(self.together.residency(), layer, own),
         };
         if cpu {
             // First, so that the CPU begins while the device goes on.
-            self.handoff.publish(&self.cuda, &input, table, experts, self.counts(layer));
+            let split = split.map_or(NO_SPLIT, |split| split.of_layer(layer, tokens));
+            self.handoff.publish(&self.cuda, &input, (table, experts), self.counts(layer), split);
         }
         let mut counted = cpu;
         if hops && !self.holders.is_empty() {
@@ -491,26 +513,29 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
                 counted = true;
             }
         }
+        let mut choices = Choices::from(&input);
         let gpu = if streamed > 0 {
             match CostModel::picks(experts, tokens, routing.top_k()) {
                 true => self.stream_chosen(own, &input, counted)?,
                 false => self.stream(own, &input, counted)?,
             }
             Some(GpuPart::Many { table })
-        } else if resident == 0 {
+        } else if resident == 0 && split.is_none() {
             None
         } else if tokens <= FEW_TOKENS {
-            self.products.few_gate_up(&self.cuda.compute, table, x.bf16(), Choices::from(&input));
+            let table = split.map_or(table, |split| split.table(layer));
+            choices = split.map_or(choices, |split| split.own(choices));
+            self.products.few_gate_up(&self.cuda.compute, table, x.bf16(), choices);
             Some(GpuPart::Few { table })
         } else {
-            self.products.grouped(&self.cuda.compute, table, x.bf16(), Choices::from(&input), Address::NULL);
+            self.products.grouped(&self.cuda.compute, table, x.bf16(), choices, Address::NULL);
             Some(GpuPart::Many { table })
         };
         if streamed == 0 && tokens <= FEW_TOKENS && (gpu.is_some() || counted) {
             // The shared expert reads `x`, and nothing of the above, which has waited for it.
             self.cuda.promise_independent();
         }
-        self.submitted = Some(Submitted { choices: Choices::from(&input), cpu, shared, hops, gpu });
+        self.submitted = Some(Submitted { choices, cpu, shared, hops, gpu });
         Ok(())
     }
 
@@ -569,7 +594,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let Together::First { decider, .. } = &mut self.together else { return Ok(()) };
         let mut failed = Ok(());
         let layers = decider.pool.residency().layers();
-        let begun = self.cpu.begin_step(tokens);
+        let begun = Instant::now();
+        self.cpu.begin_step(tokens, self.split.as_ref().map_or(0, |split| split.eighths(tokens)));
         for layer in 0..layers {
             if layer + 1 == layers {
                 // While the device is busy.
@@ -582,7 +608,11 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
                 decider.chosen((layer, layers), self.handoff.ids());
             }
         }
-        self.cpu.end_step(tokens, begun);
+        let seconds = begun.elapsed().as_secs_f32();
+        self.cpu.end_step(tokens, seconds);
+        if let Some(split) = &mut self.split {
+            split.took(tokens, seconds);
+        }
         decider.pool.turn();
         failed
     }
@@ -590,6 +620,13 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     fn between_passes(&mut self) -> Result<()> {
         self.together.turn()?;
         let residency = self.together.residency();
+        if let Some(split) = &mut self.split {
+            for expert in self.cpu.newly_checked() {
+                split.is_checked(expert, &self.residents, residency);
+            }
+            split.update(&self.residents, residency);
+            split.bring(&self.cuda);
+        }
         if !residency.moves().is_empty() {
             self.residents.update(residency);
             residency.moves().iter().for_each(|moved| self.ring.forget(moved.layer));

@@ -39,6 +39,10 @@ const WANTED: usize = 256;
 /// What a copy must save: reads of an expert by the CPU.
 const COST: f32 = 1.0;
 
+/// What is added to the id of an expert that was missing and that the device read over its link: as kernels/handoff.cu
+/// says.
+pub const BY_LINK: i32 = 1 << 16;
+
 /// An expert on its way into VRAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Admission {
@@ -55,7 +59,7 @@ pub struct Admission {
 pub struct LayerChoices<'a> {
     /// Counted among MoE layers.
     pub layer: usize,
-    /// Experts of all rows; `!id` for what was in VRAM.
+    /// Experts of all rows; `!id` for what was in VRAM, `id + BY_LINK` for what was read over the link.
     pub ids: &'a [i32],
     /// Of the experts on their way, how many have come by now.
     pub arrived: usize,
@@ -75,6 +79,7 @@ pub struct Pool {
     came: Reads,
     went: Reads,
     choices: Choices,
+    by_link: u64, // misses that the device read over its link
     worth: Vec<f32>, // [steps since the last choice]: of one choice
     scored: Vec<(f32, u32)>,
 }
@@ -172,6 +177,7 @@ impl Pool {
             came: Reads { reads: 40.0, moves: 10.0 },
             went: Reads { reads: 10.0, moves: 10.0 },
             choices: Choices::default(),
+            by_link: 0,
             worth: (0..16 * WINDOW).map(worth).collect(),
             scored: Vec::new(),
         }
@@ -187,6 +193,11 @@ impl Pool {
         self.choices
     }
 
+    /// Of the misses so far, those that the device read over its link.
+    pub fn by_link(&self) -> u64 {
+        self.by_link
+    }
+
     /// Forgets [what came and left](Residency::moves).
     pub fn forget_moves(&mut self) {
         self.residency.forget_moves();
@@ -196,8 +207,8 @@ impl Pool {
     pub fn chosen(&mut self, LayerChoices { layer, ids, arrived }: LayerChoices<'_>, mut send: impl FnMut(Admission)) {
         let pays = self.pays();
         for &id in ids {
-            let is_hit = id < 0;
-            let expert = if is_hit { !id } else { id } as usize;
+            let (is_hit, by_link) = (id < 0, id >= BY_LINK);
+            let expert = if is_hit { !id } else { id % BY_LINK } as usize;
             let used = match self.uses[layer * self.experts..].get_mut(expert).filter(|_| expert < self.experts) {
                 // Another row has chosen it, or it is no expert.
                 Some(used) if used.step == self.step => continue,
@@ -218,6 +229,7 @@ impl Pool {
                 continue;
             }
             self.choices.misses += 1;
+            self.by_link += u64::from(by_link);
             let class = &mut self.classes[self.class_of[layer]];
             if let Some(own) = class.room.iter().position(|&(_, l, e)| (l, e as usize) == (layer, expert)) {
                 // Its bytes are still there.

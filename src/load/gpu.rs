@@ -33,10 +33,10 @@ use crate::backend::Routing;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cuda::CudaBackend;
 use crate::backend::source::TensorSource;
-use crate::config::{EngineConfig, ExpertsMemory, PrefillOn};
+use crate::config::{DecodeOn, EngineConfig, ExpertsMemory, PrefillOn};
 use crate::cuda::{Cuda, Rank};
 use crate::experts::cost::CostModel;
-use crate::experts::gpu::{GpuExperts, Prefill, Sizes};
+use crate::experts::gpu::{Forced, GpuExperts, Prefill, Sizes};
 use crate::experts::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory};
 use crate::forward::kv_cache::{CacheSize, KvCache};
 use crate::forward::weights::Weights;
@@ -230,13 +230,14 @@ impl ExpertParts<'_> {
     }
 }
 
-/// Where the user wants the experts of prompts.
-fn forced(config: &EngineConfig) -> Option<Prefill> {
-    match config.prefill {
+/// Where the user wants experts.
+fn forced(config: &EngineConfig) -> Forced {
+    let prefill = match config.prefill {
         PrefillOn::Auto => None,
         PrefillOn::Cpu => Some(Prefill::Cpu),
         PrefillOn::Gpu => Some(Prefill::Gpu),
-    }
+    };
+    Forced { prefill, decode_on_cpu: config.decode == DecodeOn::Cpu }
 }
 
 impl Common {

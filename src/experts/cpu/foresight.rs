@@ -1,12 +1,12 @@
 //! Experts that will probably be needed next, on their way into the caches while memory has nothing else to do.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Instant;
 
 use super::pieces::{Active, LayerWork, Pieces};
 use super::{Buffers, CpuExperts};
 use crate::Result;
-use crate::experts::{Choices, FORESEEN_TOKENS};
+use crate::experts::trial::Trial;
+use crate::experts::{Choices, FORESEEN_TOKENS, by_link};
 use crate::kernel::fetch;
 use crate::machine::heap::Heap;
 use crate::machine::workers::GROUP;
@@ -25,7 +25,9 @@ pub(super) struct Foresight {
     named: Vec<Active>,  // the same, best first, with as many pairs
     is_asked: bool,      // for what is foreseen
     on: bool,            // what is foreseen is asked for
-    trials: [Trial; FORESEEN_TOKENS],
+    eighths: u32,                        // of the experts in RAM that a GPU reads over its link
+    trials: [Trial<2>; FORESEEN_TOKENS], // without, and with
+    gains: [Option<f32>; FORESEEN_TOKENS], // of the last trial: the share by which speed grows
     pub(super) asked_bytes: u64,
     pub(super) chosen: Choices, // named or not
 }
@@ -41,7 +43,9 @@ impl Foresight {
             named,
             is_asked: false,
             on: true,
+            eighths: 0,
             trials: [Trial::default(); FORESEEN_TOKENS],
+            gains: [None; FORESEEN_TOKENS],
             asked_bytes: 0,
             chosen: Choices::default(),
         })
@@ -50,7 +54,7 @@ impl Foresight {
     /// Names the experts of `layer`, best first. The first half of what a group of workers shares is in their own runs:
     /// there the best ones have their places.
     fn name(&mut self, layer: usize, guess: impl Iterator<Item = i32>, experts: usize, groups: usize) {
-        let Self { layer: of, places, named, .. } = self;
+        let Self { layer: of, places, named, eighths, .. } = self;
         (*of, self.is_asked) = (layer, false);
         places.clear();
         named.clear();
@@ -60,6 +64,7 @@ impl Foresight {
                 None => named.push(Active { expert, pairs: (0, 1), cost: 0 }),
             }
         }
+        named.truncate(named.len() - by_link(named.len(), *eighths));
         places.extend_from_slice(named);
         let mut best_first = named.iter();
         let first_of = |group: usize| named.len() * group / groups;
@@ -96,59 +101,28 @@ impl Foresight {
     }
 }
 
-/// Steps with and without foresight that are compared.
-const STEPS: usize = 16;
-/// Steps in which the better way is kept.
-const KEPT: usize = 1024;
-
-/// Whether foresight makes steps of one number of tokens faster: both ways in turn for some steps, then the better one
-/// for many.
-#[derive(Clone, Copy, Default)]
-struct Trial {
-    step: usize,
-    seconds: [[f32; STEPS]; 2], // without, and with
-    gain: Option<f32>,          // of the last trial: the share by which speed grows
-}
-
-impl Trial {
-    fn is_on(&self) -> bool {
-        match self.step < 2 * STEPS {
-            true => self.step % 2 == 1,
-            false => self.gain.is_some_and(|gain| gain > 0.0),
-        }
-    }
-
-    fn took(&mut self, seconds: f32) {
-        if self.step < 2 * STEPS {
-            self.seconds[self.step % 2][self.step / 2] = seconds;
-        }
-        self.step = (self.step + 1) % (2 * STEPS + KEPT);
-        if self.step == 2 * STEPS {
-            let median = |mut all: [f32; STEPS]| *all.select_nth_unstable_by(STEPS / 2, f32::total_cmp).1;
-            let [without, with] = self.seconds.map(median);
-            self.gain = Some(without / with - 1.0);
-        }
-    }
-}
-
 impl CpuExperts {
-    /// A recorded step of `tokens` tokens begins, with foresight where that makes such steps faster.
-    pub(in crate::experts) fn begin_step(&mut self, tokens: usize) -> Instant {
-        let Foresight { on, trials, .. } = &mut self.buffers.foresight;
-        *on = trials.get(tokens.wrapping_sub(1)).is_some_and(Trial::is_on);
-        Instant::now()
+    /// A recorded step of `tokens` tokens begins, with foresight where that makes such steps faster. So many `eighths`
+    /// of the experts in RAM are read by a GPU.
+    pub(in crate::experts) fn begin_step(&mut self, tokens: usize, eighths: u32) {
+        let foresight = &mut self.buffers.foresight;
+        foresight.on = foresight.trials.get(tokens.wrapping_sub(1)).is_some_and(|trial| trial.way() == 1);
+        foresight.eighths = eighths;
     }
 
-    /// It has ended.
-    pub(in crate::experts) fn end_step(&mut self, tokens: usize, begun: Instant) {
-        if let Some(trial) = self.buffers.foresight.trials.get_mut(tokens.wrapping_sub(1)) {
-            trial.took(begun.elapsed().as_secs_f32());
+    /// It has ended, after so many seconds.
+    pub(in crate::experts) fn end_step(&mut self, tokens: usize, seconds: f32) {
+        let Foresight { trials, gains, .. } = &mut self.buffers.foresight;
+        let Some(trial) = trials.get_mut(tokens.wrapping_sub(1)) else { return };
+        if let Some([without, with]) = trial.took(seconds) {
+            gains[tokens - 1] = Some(without / with - 1.0);
+            trial.keep(usize::from(with < without));
         }
     }
 
     /// By what share foresight raises the speed of steps of `tokens` tokens; `None`: that is not known.
     pub(in crate::experts) fn foresight_gain(&self, tokens: usize) -> Option<f32> {
-        self.buffers.foresight.trials.get(tokens.wrapping_sub(1))?.gain
+        *self.buffers.foresight.gains.get(tokens.wrapping_sub(1))?
     }
 
     /// Brings experts of `layer` that it will probably be given into the caches, best first, until `is_over`. Ids below
@@ -189,29 +163,5 @@ impl CpuExperts {
             asked.fetch_add(asked_by_it.sum(), Relaxed);
         });
         self.buffers.foresight.asked_bytes += asked.into_inner();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_better_way_is_kept_until_the_next_trial() {
-        let mut trial = Trial::default();
-        for (with, without) in [(0.8, 1.0), (1.1, 1.0), (0.9, 1.0)] {
-            for step in 0..2 * STEPS {
-                assert_eq!(trial.is_on(), step % 2 == 1);
-                // One step in a while takes long.
-                let seconds = if trial.is_on() { with } else { without };
-                trial.took(if step % 7 == 0 { 5.0 } else { seconds });
-            }
-            let gain = trial.gain.unwrap();
-            assert!((gain - (without / with - 1.0)).abs() < 1e-6, "{gain}");
-            for _ in 0..KEPT {
-                assert_eq!(trial.is_on(), with < without);
-                trial.took(9.0);
-            }
-        }
     }
 }

@@ -28,7 +28,7 @@ pub(super) struct Decider {
     bytes: Vec<u64>, // [layers]: of an expert, of all ranks together
     ways: Vec<Way>,  // to each rank that has one; their devices look there as long as they live
     is_closed: bool, // to one of the ranks there is none: the experts in VRAM stay as they were at the start
-    sent: u64,       // bytes of experts that were sent, since the start
+    sent: u64,       // bytes of experts that were sent or read over the link, since the start
     read: u64,       // bytes of experts in VRAM that were chosen, since the start
 }
 
@@ -67,12 +67,13 @@ impl Decider {
     pub(super) fn chosen(&mut self, (layer, layers): (usize, usize), ids: &[i32]) {
         let choices = LayerChoices { layer, ids, arrived: self.come() };
         let Self { pool, ways, bytes, sent, read, .. } = self;
-        let before = pool.choices().hits;
+        let (hits, by_link) = (pool.choices().hits, pool.by_link());
         pool.chosen(choices, |admission| {
             *sent += bytes[admission.layer];
             ways.iter_mut().for_each(|way| way.send(admission));
         });
-        *read += (pool.choices().hits - before) * bytes[layer];
+        *read += (pool.choices().hits - hits) * bytes[layer];
+        *sent += (pool.by_link() - by_link) * bytes[layer];
         if ends_within(layer, layers) {
             ways.iter().for_each(Way::show);
         }
