@@ -32,7 +32,10 @@ constexpr int HANDOFF_THREADS = 1024;
 // Each look at `stop` crosses PCIe.
 constexpr int STOP_SPINS = 1 << 10;
 
-constexpr int EIGHTHS = 8, BY_LINK = 1 << 16, SPLIT_CHOICES = 128;
+constexpr int BY_LINK = 1 << 16, SPLIT_CHOICES = 128;
+
+// What goes over the link is rounded up from 6 of 8 on: a part of an expert costs there what the whole costs.
+constexpr int EIGHTHS = 8, ROUND_UP = 2;
 
 // How the experts in RAM of a few tokens, of at most SPLIT_CHOICES choices, are shared out: of those that this GPU
 // reaches, each once, it reads so many of eight, the ones that tokens ranked last: the CPU foresees the others best.
@@ -63,7 +66,7 @@ __device__ bool is_by_link(const Split& split, const int* ids, const uint64_t* r
     if (id < 0) return false;
     int before = 0, all = 0;
     for (int i = 0; i < choices; i++) all += is_first[i], before += i < first ? is_first[i] : 0;
-    return before >= all - (all * (int)eighths + EIGHTHS / 2) / EIGHTHS;
+    return before >= all - (all * (int)eighths + ROUND_UP) / EIGHTHS;
 }
 
 __device__ __forceinline__ void wait_until(const uint32_t* counter, uint32_t count, const uint32_t* stop) {

@@ -48,7 +48,7 @@ pub const FORESEEN_TOKENS: usize = 8;
 /// Of `n` experts in RAM that a layer of a decode step wants, those that a GPU reads over its link, where it takes so
 /// many `eighths`: as kernels/handoff.cu says.
 fn by_link(n: usize, eighths: u32) -> usize {
-    (n * eighths as usize + 4) / 8
+    (n * eighths as usize + 2) / 8
 }
 
 /// The routed experts of a model, beside the backend that runs the rest.

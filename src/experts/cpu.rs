@@ -4,13 +4,15 @@
 //! submit:  sort (token, expert) pairs by expert; quantize x
 //! finish:  one dispatch of the team
 //!          for (expert, tile) of mine:   h[pair] = activation(gate tile . x, up tile . x)
-//!          barrier; quantize my share of h; barrier
-//!          for output tile of mine:      for expert ascending:  out[token] += weight * (down tile . h)
+//!                                        of a block of h that is whole now: quantize it
+//!          for output tile of mine:      for expert ascending, once its h is whole:
+//!                                            out[token] += weight * (down tile . h)
 //! ```
 //!
 //! ```text
 //! tuning      what the speed depends on, and the bits do not
 //! pieces      what a worker claims: an expert's tiles, as many as go through the kernel together
+//! progress    whose `h` is whole
 //! dispatch    `finish`, as all workers see it
 //! foresight   experts that will probably be needed next
 //! ```
@@ -23,13 +25,14 @@
 mod dispatch;
 mod foresight;
 mod pieces;
+mod progress;
 mod tuning;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use moebius_cache::pack::{ExpertLayout, MatrixLayout};
+use moebius_cache::pack::{ExpertKind, ExpertLayout, MatrixLayout, TILE_ROWS};
 
 use super::epilogue::Epilogue;
 use super::memory::{ExpertMemory, ExpertShape};
@@ -44,6 +47,7 @@ use crate::{Error, Result};
 use dispatch::Dispatch;
 use foresight::Foresight;
 use pieces::{Active, LayerWork};
+use progress::Progress;
 pub use tuning::Tuning;
 
 /// Place of an id that is no expert.
@@ -57,6 +61,7 @@ pub struct CpuExperts {
     memory: Arc<ExpertMemory>,
     epilogue: Epilogue,
     claims: Vec<[Claims; 2]>, // [nodes], of each phase
+    progress: Progress,       // of the submitted layer
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
     bytes_read: u64,
@@ -147,6 +152,7 @@ impl CpuExperts {
             was_foreseen: false,
             tuning: Tuning::default(),
             claims: (0..memory.nodes()).map(|_| Default::default()).collect(),
+            progress: Progress::new(shape.experts, shape.intermediate()),
             memory,
             epilogue: Epilogue::default(),
             team,
@@ -193,7 +199,8 @@ impl CpuExperts {
         self.buffers.active.clear();
         let mut start = 0;
         for (expert, count) in self.buffers.counts.iter_mut().enumerate().filter(|(_, count)| **count > 0) {
-            self.buffers.active.push(Active { expert, pairs: (start, start + *count), cost: 0 });
+            let (number, pairs) = (self.buffers.active.len(), (start, start + *count));
+            self.buffers.active.push(Active { expert, number, pairs, cost: 0 });
             // From here on the place of the expert's next pair.
             (start, *count) = (start + *count, start);
         }
@@ -216,11 +223,8 @@ impl CpuExperts {
     pub fn check_layer(&mut self, layer: usize) -> Result<()> {
         self.layer = layer;
         self.buffers.active.clear();
-        self.buffers.active.extend((0..self.buffers.counts.len()).map(|expert| Active {
-            expert,
-            pairs: (0, 0),
-            cost: 0,
-        }));
+        let all = (0..self.buffers.counts.len()).map(|expert| Active { expert, number: expert, pairs: (0, 0), cost: 0 });
+        self.buffers.active.extend(all);
         let checked = self.check();
         self.buffers.active.clear();
         checked
@@ -355,6 +359,8 @@ impl CpuExperts {
         }
         let pairs = self.buffers.active[self.buffers.active.len() - 1].pairs.1;
         self.claims.iter_mut().flatten().for_each(Claims::reset);
+        let of_tile = if layout.kind() == ExpertKind::Ungated { 2 * TILE_ROWS } else { TILE_ROWS };
+        self.progress.begin(self.buffers.active.len(), layout.down.k, of_tile);
         let work = LayerWork {
             memory: &self.memory,
             layer: self.layer,
@@ -368,6 +374,7 @@ impl CpuExperts {
             kernel: self.kernel,
             layout,
             work,
+            progress: &self.progress,
             epilogue: &self.epilogue,
             pair_tokens: &self.buffers.pair_tokens[..pairs],
             pair_weights: &self.buffers.pair_weights[..pairs],

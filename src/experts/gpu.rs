@@ -57,6 +57,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::cost::CostModel;
+use super::pool::expected_hits;
 use super::popularity::Popularity;
 use super::residency::Residency;
 use super::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory, ExpertShape, FORESEEN_TOKENS, Traffic};
@@ -314,7 +315,8 @@ impl GpuExperts {
             (false, _) => (None, None),
         };
         let splits = sizes.in_ram(shape.experts) > 0 && !forced.decode_on_cpu;
-        let split = if splits { Split::new(&parts, split, &costs) } else { None };
+        let wanted = sizes.top_k as f64 * (1.0 - expected_hits(sizes.resident as f64 / shape.experts as f64));
+        let split = if splits { Split::new(&parts, split, &costs, wanted) } else { None };
         let experts = Self {
             learning,
             split,
@@ -594,7 +596,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let Together::First { decider, .. } = &mut self.together else { return Ok(()) };
         let mut failed = Ok(());
         let layers = decider.pool.residency().layers();
-        let begun = Instant::now();
+        let (begun, misses) = (Instant::now(), decider.pool.choices().misses);
         self.cpu.begin_step(tokens, self.split.as_ref().map_or(0, |split| split.eighths(tokens)));
         for layer in 0..layers {
             if layer + 1 == layers {
@@ -611,7 +613,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let seconds = begun.elapsed().as_secs_f32();
         self.cpu.end_step(tokens, seconds);
         if let Some(split) = &mut self.split {
-            split.took(tokens, seconds);
+            let wanted = (decider.pool.choices().misses - misses) as usize;
+            split.took(tokens, (layers, wanted), seconds);
         }
         decider.pool.turn();
         failed

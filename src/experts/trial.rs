@@ -1,19 +1,17 @@
 //! Which of several ways makes steps fastest, found by trying.
 
-/// Steps of each way that are compared.
-const STEPS: usize = 16;
 /// Steps in which the best way is kept.
 const KEPT: usize = 1024;
 
-/// All ways in turn for some steps, then the best one for many.
+/// All ways in turn for `STEPS` steps each, then the best one for many.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Trial<const WAYS: usize> {
+pub(super) struct Trial<const WAYS: usize, const STEPS: usize> {
     step: usize,
     seconds: [[f32; STEPS]; WAYS],
     best: usize,
 }
 
-impl<const WAYS: usize> Trial<WAYS> {
+impl<const WAYS: usize, const STEPS: usize> Trial<WAYS, STEPS> {
     /// The way of the next step.
     pub(super) fn way(&self) -> usize {
         if self.step < WAYS * STEPS { self.step % WAYS } else { self.best }
@@ -37,7 +35,7 @@ impl<const WAYS: usize> Trial<WAYS> {
     }
 }
 
-impl<const WAYS: usize> Default for Trial<WAYS> {
+impl<const WAYS: usize, const STEPS: usize> Default for Trial<WAYS, STEPS> {
     fn default() -> Self {
         Self { step: 0, seconds: [[0.0; STEPS]; WAYS], best: 0 }
     }
@@ -47,9 +45,11 @@ impl<const WAYS: usize> Default for Trial<WAYS> {
 mod tests {
     use super::*;
 
+    const STEPS: usize = 16;
+
     #[test]
     fn the_best_way_is_kept_until_the_next_trial() {
-        let mut trial = Trial::<3>::default();
+        let mut trial = Trial::<3, STEPS>::default();
         for seconds in [[1.0, 0.8, 0.9], [1.0, 1.1, 0.9], [0.7, 1.0, 0.9]] {
             let mut ended = None;
             for step in 0..3 * STEPS {

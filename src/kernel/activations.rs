@@ -166,9 +166,26 @@ impl ActivationsMut<'_> {
     /// Writes `x` `[k]` to each of `rows`.
     ///
     /// # Safety
-    /// No other thread uses these rows until the workers' next barrier.
+    /// No other thread uses these rows before it has synchronized with this one.
     pub unsafe fn put(&self, kernel: &dyn Kernel, rows: impl Iterator<Item = usize> + Clone, x: &[f32]) {
-        assert!(x.len() == self.k && rows.clone().all(|row| row < self.rows));
+        assert_eq!(x.len(), self.k);
+        // SAFETY: as promised by the caller.
+        unsafe { self.put_inputs(kernel, rows, 0, x) }
+    }
+
+    /// Writes `x` to the inputs from `from` on of each of `rows`: whole groups, or blocks of 32.
+    ///
+    /// # Safety
+    /// As of [`put`](Self::put), of these inputs.
+    pub unsafe fn put_inputs(
+        &self,
+        kernel: &dyn Kernel,
+        rows: impl Iterator<Item = usize> + Clone,
+        from: usize,
+        x: &[f32],
+    ) {
+        assert!(from + x.len() <= self.k && rows.clone().all(|row| row < self.rows));
+        assert!(from.is_multiple_of(if self.group == 0 { BF16_INPUTS } else { self.group }));
         if self.group == 0 {
             // Several blocks at a time: a call for each would cost as much as its work.
             const BLOCKS: usize = 8;
@@ -176,7 +193,7 @@ impl ActivationsMut<'_> {
             for (i, x) in x.chunks(BLOCKS * BF16_INPUTS).enumerate() {
                 let words = &mut words[..x.len().div_ceil(BF16_INPUTS) * self.words];
                 kernel.split(x, words);
-                for (block, words) in (i * BLOCKS..).zip(words.chunks_exact(self.words)) {
+                for (block, words) in (from / BF16_INPUTS + i * BLOCKS..).zip(words.chunks_exact(self.words)) {
                     for row in rows.clone() {
                         let at = (block * self.stride + row) * self.words;
                         // SAFETY: these words belong to the row, and the row to the caller, as promised.
@@ -197,7 +214,7 @@ impl ActivationsMut<'_> {
         let (mut scales, mut sums) = ([0.0; INPUTS / 16], [0; INPUTS / 16]);
         let of_half = |half: usize| rows.clone().map(move |row| row * self.code_rows + half);
         for (i, x) in x.chunks(INPUTS).enumerate() {
-            let (first, groups) = (i * INPUTS / self.group, x.len() / self.group);
+            let (first, groups) = ((from + i * INPUTS) / self.group, x.len() / self.group);
             let (codes, left) = (&mut codes[..x.len()], &mut left[..x.len()]);
             let (scales, sums) = (&mut scales[..groups], &mut sums[..groups]);
             kernel.quantize(x, self.group, codes, scales, sums);

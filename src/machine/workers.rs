@@ -93,9 +93,10 @@ struct Post {
     denied_ns: AtomicU64, // of it, time that it would have run and something else did
 }
 
+/// What has cache lines of its own: threads that use others do not disturb it.
 #[derive(Default)]
 #[repr(align(128))]
-struct Line<T>(T);
+pub struct Line<T>(pub T);
 
 // SAFETY: `work` is written only by the dispatching thread while every worker waits at `start` or rests, and read only
 // between the step of `start` and the worker's `done`, each a release that the other side acquires.
@@ -194,21 +195,47 @@ pub struct Worker<'a> {
 impl Worker<'_> {
     /// Waits until all workers are here; what they wrote before is then visible to all.
     pub fn barrier(&self) {
-        self.barrier_doing(|| false);
+        self.timed(|| self.pass());
     }
 
-    /// As [`barrier`](Worker::barrier); while it waits, a worker calls `meanwhile` until that returns false.
-    pub fn barrier_doing(&self, meanwhile: impl FnMut() -> bool) {
+    /// Waits until `is_true`, which other workers of this dispatch make so. Meanwhile it calls `meanwhile` until that
+    /// returns false.
+    #[inline]
+    pub fn wait_doing(&self, is_true: impl Fn() -> bool, mut meanwhile: impl FnMut() -> bool) {
+        /// As long as work is likely to be near.
+        const SPINS: u32 = 1 << 12;
+        if is_true() {
+            return;
+        }
+        self.timed(|| {
+            let (mut is_idle, mut spins) = (false, 0);
+            while !is_true() {
+                self.unwind_if_broken();
+                is_idle = is_idle || !meanwhile();
+                if is_idle {
+                    spins += 1;
+                    std::hint::spin_loop();
+                }
+                if spins > SPINS {
+                    std::thread::yield_now();
+                }
+            }
+        });
+    }
+
+    /// Counts the time of `wait`, where times are asked for.
+    #[inline]
+    fn timed(&self, wait: impl FnOnce()) {
         if !self.state.timing.load(Relaxed) {
-            return self.pass(meanwhile);
+            return wait();
         }
         let from = self.state.now();
-        self.pass(meanwhile);
+        wait();
         self.state.times[self.seat].0.waited.fetch_add(self.state.now() - from, Relaxed);
     }
 
     #[inline]
-    fn pass(&self, mut meanwhile: impl FnMut() -> bool) {
+    fn pass(&self) {
         let state = self.state;
         let step = state.barrier.0.get();
         let next = step.wrapping_add(1);
@@ -216,7 +243,7 @@ impl Worker<'_> {
         self.unwind_if_broken();
         // Also where a panic moved the steps on in between: whoever panics writes the lines that others wait for.
         let reached = |now: u32| now == next || state.broken.load(SeqCst);
-        state.gathered(self.index).for_each(|post| post.arrived.wait_doing(reached, &mut meanwhile));
+        state.gathered(self.index).for_each(|post| post.arrived.wait(reached));
         if self.index == 0 {
             // Before the step: unwinding makes it.
             self.unwind_if_broken();
@@ -225,9 +252,9 @@ impl Worker<'_> {
         state.posts[self.seat].0.arrived.set(next);
         let (group, place) = (self.index / GROUP, self.index % GROUP);
         if group > 0 && place > 0 {
-            state.passed[group].0.wait_doing(reached, meanwhile);
+            state.passed[group].0.wait(reached);
         } else {
-            state.barrier.0.wait_doing(|now| now != step, meanwhile);
+            state.barrier.0.wait(|now| now != step);
         }
         if group > 0 && place == 0 {
             state.passed[group].0.set(next);

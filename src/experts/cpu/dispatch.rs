@@ -1,11 +1,12 @@
-//! One `finish`, as all workers see it: the two phases of a layer.
+//! One `finish`, as all workers see it: the two phases of a layer, which no barrier divides.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
 
 use moebius_cache::pack::{ExpertKind, ExpertLayout, TILE_ROWS};
 
-use super::pieces::{Idle, LayerWork, Piece, Pieces};
+use super::pieces::{Active, Idle, LayerWork, Piece, Pieces};
+use super::progress::Progress;
 use super::tuning::{TOKEN_BLOCK, Tuning};
 use crate::experts::Epilogue;
 use crate::kernel::{Activations, ActivationsMut, Kernel, Start, Tiles};
@@ -16,6 +17,7 @@ pub(super) struct Dispatch<'a> {
     pub(super) kernel: &'a dyn Kernel,
     pub(super) layout: ExpertLayout,
     pub(super) work: LayerWork<'a>,
+    pub(super) progress: &'a Progress,
     pub(super) epilogue: &'a Epilogue,
     pub(super) pair_tokens: &'a [u32],
     pub(super) pair_weights: &'a [f32],
@@ -48,22 +50,29 @@ impl<'a> Dispatch<'a> {
                 first_down = if next.is_none() { down.next(worker) } else { None };
             }
             self.gate_up(&now, bytes(next.as_ref().or(first_down.as_ref())), results);
+            self.progress.add(&now, |active, inputs| self.form(active, inputs));
             piece = if look_ahead { next } else { gate.next(worker) };
         }
         let first_down = first_down.or_else(|| down.next(worker));
         let mut idle = Idle { pieces: down.clone(), at: bytes(first_down.as_ref()), left: idle_bytes };
-        worker.barrier_doing(|| idle.step());
-        let k = self.layout.down.k;
-        for pair in worker.share(self.pair_tokens.len()) {
-            // SAFETY: phase 1 is over: `hidden` is only read, and this worker alone converts this pair.
-            unsafe { self.hidden_q.put(self.kernel, pair..pair + 1, self.hidden.slice(pair * k..(pair + 1) * k)) };
-        }
-        worker.barrier_doing(|| idle.step());
         let mut piece = first_down;
         while let Some(now) = piece {
+            worker.wait_doing(|| self.progress.is_whole(now.active), || idle.step());
             let next = if look_ahead { down.next(worker) } else { None };
             self.down(&now, bytes(next.as_ref()), results);
             piece = if look_ahead { next } else { down.next(worker) };
+        }
+    }
+
+    /// Brings some numbers of an expert's `h` into the form that `down` reads.
+    fn form(&self, active: &Active, inputs: Range<usize>) {
+        let k = self.layout.down.k;
+        for pair in active.pairs.0..active.pairs.1 {
+            // SAFETY: these numbers are complete: they are only read, and this worker alone brings them into form.
+            unsafe {
+                let h = self.hidden.slice(pair * k + inputs.start..pair * k + inputs.end);
+                self.hidden_q.put_inputs(self.kernel, pair..pair + 1, inputs.start, h);
+            }
         }
     }
 
@@ -115,7 +124,7 @@ impl<'a> Dispatch<'a> {
         let weights = Tiles::before(bytes, next, self.work.tuning.ahead);
         for pairs in blocks(active.pairs) {
             let y = &mut results[..pairs.len() * width];
-            // SAFETY: after the second barrier no worker writes these rows.
+            // SAFETY: the expert's `h` is whole: no worker writes these rows.
             let h = unsafe { self.hidden_q.rows(pairs.clone()) };
             self.kernel.matmul(&self.layout.down, &weights, &h, Start::Zero, y);
             self.epilogue.finish((self.work.layer, active.expert), &rows, width, y);

@@ -26,7 +26,7 @@ pub(super) struct Foresight {
     is_asked: bool,      // for what is foreseen
     on: bool,            // what is foreseen is asked for
     eighths: u32,                        // of the experts in RAM that a GPU reads over its link
-    trials: [Trial<2>; FORESEEN_TOKENS], // without, and with
+    trials: [Trial<2, 16>; FORESEEN_TOKENS], // without, and with
     gains: [Option<f32>; FORESEEN_TOKENS], // of the last trial: the share by which speed grows
     pub(super) asked_bytes: u64,
     pub(super) chosen: Choices, // named or not
@@ -61,7 +61,7 @@ impl Foresight {
         for expert in guess.filter_map(|id| usize::try_from(id).ok()).filter(|expert| *expert < experts) {
             match named.iter_mut().find(|named| named.expert == expert) {
                 Some(named) => named.pairs.1 += 1,
-                None => named.push(Active { expert, pairs: (0, 1), cost: 0 }),
+                None => named.push(Active { expert, number: 0, pairs: (0, 1), cost: 0 }),
             }
         }
         named.truncate(named.len() - by_link(named.len(), *eighths));

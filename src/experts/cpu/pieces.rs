@@ -16,6 +16,7 @@ const READ_COST: usize = 8;
 #[derive(Clone, Copy, Zeroable)]
 pub(super) struct Active {
     pub(super) expert: usize,
+    pub(super) number: usize,         // among those of the layer, in order of id
     pub(super) pairs: (usize, usize), // its pairs, from and to
     pub(super) cost: usize,           // of one tile of each expert before this one in its order
 }

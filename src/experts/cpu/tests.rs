@@ -302,7 +302,7 @@ fn what_is_foreseen_changes_no_bit() {
         }
         // Steps of many tokens do without.
         let before = executor.traffic();
-        executor.begin_step(150);
+        executor.begin_step(150, 0);
         executor.foresee(layer, [1].into_iter(), &|| false);
         assert_eq!(executor.traffic().since(before).ahead, 0);
     }

@@ -31,24 +31,13 @@ impl Gate {
     /// Returns when `ready(value)`.
     #[inline]
     pub(crate) fn wait(&self, ready: impl Fn(u32) -> bool) {
-        self.wait_doing(ready, || false);
-    }
-
-    /// As [`wait`](Gate::wait), with something small to do over and over while it says that there is more.
-    #[inline]
-    pub(super) fn wait_doing(&self, ready: impl Fn(u32) -> bool, meanwhile: impl FnMut() -> bool) {
         if !ready(self.get()) {
-            self.wait_long(ready, meanwhile);
+            self.wait_long(ready);
         }
     }
 
     #[cold]
-    fn wait_long(&self, ready: impl Fn(u32) -> bool, mut meanwhile: impl FnMut() -> bool) {
-        while meanwhile() {
-            if ready(self.get()) {
-                return;
-            }
-        }
+    fn wait_long(&self, ready: impl Fn(u32) -> bool) {
         let (start, spin) = (Instant::now(), Duration::from_micros(u64::from(self.spin_us.load(Relaxed))));
         loop {
             for _ in 0..32 {
