@@ -12,7 +12,7 @@ use common::gpu::{device, gpus, need_gpu, on_gpu};
 use common::{Fixture, Run, cache_dir, cosine, demo_dir, folder, step};
 use moebius::backend::batch::Batch;
 use moebius::cli::measure::bench::load_shape;
-use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits, PrefillOn, Split};
+use moebius::config::{DecodeOn, DenseBits, Device, EngineConfig, ExpertBits, KvBits, PrefillOn, Split};
 use moebius::cuda::Cuda;
 use moebius::engine::{self, CaptureWanted, EngineHandle, Event, HookPoint, Layers, Positions, Request, Steer};
 use moebius::forward::block_pool::BlockPool;
@@ -398,7 +398,8 @@ fn an_engine_answers_while_others_come_and_go() {
     need_gpu!();
     let (others, tokens) = if is_real() { (8, 60) } else { (3, 4) };
     for model in models() {
-        let engine = start(model, &EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Cpu, ..config() });
+        let (prefill, decode) = (PrefillOn::Cpu, DecodeOn::Cpu);
+        let engine = start(model, &EngineConfig { resident_experts: Some(0), prefill, decode, ..config() });
         let want = answer(&engine, greedy(prompt(20, 1), tokens));
         let done = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {

@@ -15,7 +15,7 @@ use moebius::backend::source::Shapes;
 use moebius::backend::{Load, Route, RouterTensors, Routing};
 use moebius::cuda::Cuda;
 use moebius::experts::cost::CostModel;
-use moebius::experts::gpu::{GpuExperts, Prefill, Sizes};
+use moebius::experts::gpu::{Forced, GpuExperts, Sizes};
 use moebius::experts::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory};
 use moebius::model::{ModelConfig, Router, Scoring, Share, families};
 use moebius_cache::format::{Contents, ExpertCache};
@@ -169,7 +169,7 @@ fn share_of(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place, sizes: Size
     let cpu_bytes = if place == Place::Streamed { 1.0 } else { 1e9 };
     let costs = CostModel { cpu_bytes, cpu_products: 1e18, pcie_bytes: 1e9 };
     let heap = moebius::machine::heap::Heap::default();
-    GpuExperts::new(b.cuda().clone(), &heap, on_cpu(store), sizes, costs, None::<Prefill>).unwrap()
+    GpuExperts::new(b.cuda().clone(), &heap, on_cpu(store), sizes, costs, Forced::default()).unwrap()
 }
 
 /// Random choices, ids that are no experts among them, and an expert that most tokens choose.

@@ -1,4 +1,5 @@
-//! VRAM as a cache of experts: whatever it holds, and whatever comes and goes, answers stay what they are.
+//! VRAM as a cache of experts, and experts over the link: whatever VRAM holds, whatever comes and goes, and whoever reads
+//! what is in RAM, answers stay what they are.
 //!
 //! Runs on a GPU, or on kernels/emulator where there is none.
 #![cfg(feature = "cuda")]
@@ -9,7 +10,7 @@ mod common;
 use common::gpu::{device, gpus, need_gpu};
 use common::{Fixture, Run};
 use moebius::backend::batch::Batch;
-use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits};
+use moebius::config::{DecodeOn, DenseBits, Device, EngineConfig, ExpertBits};
 use moebius::experts::Traffic;
 use moebius::forward::block_pool::BlockPool;
 use moebius::load::{self, Loaded};
@@ -18,7 +19,12 @@ const LAYERS: usize = 3;
 const EXPERTS: usize = 8;
 const TOP_K: usize = 2;
 
-fn open(fixture: &Fixture, cache: &std::path::Path, resident: usize, devices: &[usize]) -> Loaded {
+fn open(
+    fixture: &Fixture,
+    cache: &std::path::Path,
+    (resident, decode): (usize, DecodeOn),
+    devices: &[usize],
+) -> Loaded {
     let config = EngineConfig {
         cache_dir: Some(cache.into()),
         max_context: Some(2048),
@@ -26,6 +32,7 @@ fn open(fixture: &Fixture, cache: &std::path::Path, resident: usize, devices: &[
         experts: ExpertBits::Bf16,
         dense: DenseBits::Bf16,
         resident_experts: Some(resident),
+        decode,
         device: Device::Cuda(devices.to_vec()),
         ..Default::default()
     };
@@ -83,13 +90,16 @@ fn a_thousand_steps_are_the_same_with_any_pool() {
     need_gpu!();
     let (fixture, cache) = (Fixture::open("qwen3_moe"), tempfile::tempdir().unwrap());
     let steps = if device() == Some("a GPU") { 1000 } else { 120 };
-    let want = logits(&mut open(&fixture, cache.path(), 0, &[0]), steps);
+    let mut on_cpu = open(&fixture, cache.path(), (0, DecodeOn::Cpu), &[0]);
+    let want = logits(&mut on_cpu, steps);
+    let alone = on_cpu.model.traffic();
+    drop(on_cpu);
     let rms = |v: &[f32]| (v.iter().map(|x| x * x).sum::<f32>() / v.len() as f32).sqrt();
-    for (resident, devices) in [(1, &[0][..]), (2, &[0]), (4, &[0]), (EXPERTS, &[0]), (4, &[0, 1])] {
+    for (resident, devices) in [(0, &[0][..]), (1, &[0]), (2, &[0]), (4, &[0]), (EXPERTS, &[0]), (4, &[0, 1])] {
         if devices.len() > gpus() {
             continue;
         }
-        let mut loaded = open(&fixture, cache.path(), resident, devices);
+        let mut loaded = open(&fixture, cache.path(), (resident, DecodeOn::Auto), devices);
         let got = logits(&mut loaded, steps);
         let off = got.iter().zip(&want).map(|(got, want)| {
             let off: Vec<f32> = got.iter().zip(want).map(|(g, w)| g - w).collect();
@@ -100,6 +110,8 @@ fn a_thousand_steps_are_the_same_with_any_pool() {
         let Traffic { ram, link, vram, choices, foreseen, .. } = loaded.model.traffic();
         match resident {
             EXPERTS => assert_eq!((ram, choices.misses), (0, 0)),
+            // What the CPU reads less comes over the link, beside what prompts bring in both.
+            0 => assert!(ram < alone.ram && link > alone.link, "{ram} < {} and {link} > {}", alone.ram, alone.link),
             _ => assert!(ram > 0 && link > 0 && vram > 0 && choices.hits > 0, "experts of all places are used"),
         }
         // A guess that comes too late is of the step before, as on the emulator it often is.

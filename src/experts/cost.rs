@@ -20,6 +20,14 @@ impl CostModel {
     /// What kernels reach of plain reading's bandwidth.
     pub const CPU_SHARE: f64 = 0.9;
 
+    /// What kernels reach of a copy engine's speed when they multiply with what lies in pinned RAM (H200: 46 to 50 of 55
+    /// GB/s).
+    const LINK_SHARE: f64 = 0.88;
+
+    /// Seconds of a layer's hand-over in decode, and of what a GPU that reads over the link does beside that (H200).
+    const HANDOFF_S: f64 = 10e-6;
+    const LINK_S: f64 = 35e-6;
+
     /// What kernels that write and read hidden states in RAM reach of a link's (two H100: 6.5 ms expected of a layer of
     /// Qwen3-30B with 8,192 tokens, 7.0 measured).
     const HOP_SHARE: f64 = 0.7;
@@ -64,6 +72,22 @@ impl CostModel {
             false if all_cpu <= all_streamed => 0,
             false => experts,
         }
+    }
+
+    /// Seconds that the CPU takes in decode for the `n` experts in RAM, of `bytes` each, that a layer wants in the mean.
+    pub fn on_cpu_in_decode(&self, n: f64, bytes: f64) -> f64 {
+        Self::HANDOFF_S + n * bytes / self.cpu_bytes
+    }
+
+    /// How many of them the GPU should read over the link beside the CPU, and seconds of both.
+    pub fn in_decode(&self, n: f64, bytes: f64) -> (usize, f64) {
+        let link = bytes / (Self::LINK_SHARE * self.pcie_bytes);
+        let seconds = |by_link: usize| match by_link {
+            0 => self.on_cpu_in_decode(n, bytes),
+            _ => self.on_cpu_in_decode(n - by_link as f64, bytes).max(Self::LINK_S + by_link as f64 * link),
+        };
+        let ways = (0..=n as usize).map(|by_link| (by_link, seconds(by_link)));
+        ways.min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, seconds(0)))
     }
 
     /// How many of `experts` in RAM, of `bytes` each, cross this link, and then that of each of the `others`, GPUs that
@@ -133,6 +157,19 @@ mod tests {
         assert_eq!(streamed(1e9, 1e9), 50);
         assert_eq!(streamed(1e9, 3e9), 75);
         assert_eq!([streamed(1e9, 1e7), streamed(1e7, 1e9)], [0, 100], "a split that gains too little is none");
+    }
+
+    #[test]
+    fn in_decode_cpu_and_link_end_together() {
+        let by_link = |cpu_bytes, n| {
+            let costs = CostModel { cpu_bytes, cpu_products: 1.0, pcie_bytes: 55e9 };
+            let (by_link, seconds) = costs.in_decode(n, 2.43e6);
+            assert!(seconds <= costs.on_cpu_in_decode(n, 2.43e6));
+            by_link
+        };
+        // Measured with one H200 and 16 cores: 2 of 8, and of 2.5 none.
+        assert_eq!([by_link(110e9, 8.0), by_link(110e9, 2.5), by_link(110e9, 0.0)], [2, 0, 0]);
+        assert_eq!([by_link(50e9, 8.0), by_link(400e9, 8.0)], [4, 0]);
     }
 
     #[test]

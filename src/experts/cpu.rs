@@ -223,7 +223,8 @@ impl CpuExperts {
     pub fn check_layer(&mut self, layer: usize) -> Result<()> {
         self.layer = layer;
         self.buffers.active.clear();
-        let all = (0..self.buffers.counts.len()).map(|expert| Active { expert, number: expert, pairs: (0, 0), cost: 0 });
+        let all =
+            (0..self.buffers.counts.len()).map(|expert| Active { expert, number: expert, pairs: (0, 0), cost: 0 });
         self.buffers.active.extend(all);
         let checked = self.check();
         self.buffers.active.clear();

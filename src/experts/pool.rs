@@ -79,7 +79,7 @@ pub struct Pool {
     came: Reads,
     went: Reads,
     choices: Choices,
-    by_link: u64, // misses that the device read over its link
+    by_link: u64,    // misses that the device read over its link
     worth: Vec<f32>, // [steps since the last choice]: of one choice
     scored: Vec<(f32, u32)>,
 }

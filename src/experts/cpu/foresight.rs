@@ -25,7 +25,7 @@ pub(super) struct Foresight {
     named: Vec<Active>,  // the same, best first, with as many pairs
     is_asked: bool,      // for what is foreseen
     on: bool,            // what is foreseen is asked for
-    eighths: u32,                        // of the experts in RAM that a GPU reads over its link
+    eighths: u32,        // of the experts in RAM that a GPU reads over its link
     trials: [Trial<2, 16>; FORESEEN_TOKENS], // without, and with
     gains: [Option<f32>; FORESEEN_TOKENS], // of the last trial: the share by which speed grows
     pub(super) asked_bytes: u64,

@@ -23,19 +23,11 @@ use crate::experts::cost::CostModel;
 use crate::experts::residency::{Move, Place, Residency};
 use crate::experts::trial::Trial;
 
-/// What kernels reach of a copy engine's speed when they multiply with what lies in pinned memory (H200: 46 to 50 of
-/// 55 GB/s).
-pub(in crate::experts) const READ_SHARE: f64 = 0.88;
-
 /// Another share must take so much less time.
 const GAIN: f32 = 0.99;
 
 /// Beside the experts in RAM that it wants, a layer takes about as long as so many experts do on the CPU.
 const OTHER_WORK: usize = 2;
-
-/// Seconds of a layer's hand-over and barriers on the CPU, and of what a GPU does beside reading over the link.
-const CPU_S: f64 = 30e-6;
-const GPU_S: f64 = 35e-6;
 
 /// Memory of the device and memory that it is brought from.
 pub(super) struct Buffers {
@@ -62,10 +54,10 @@ impl Buffers {
 pub(super) struct Split {
     experts: usize,
     buffers: Buffers,
-    host: Vec<u64>,                 // [layers, experts]: where the device sees them in RAM
-    is_whole: Vec<bool>,            // [layers, experts]: the checksum held
-    shares: [Share; FEW_TOKENS],    // of passes of 1 token, 2, ..
-    is_new: bool,                   // something is to be brought to the device
+    host: Vec<u64>,              // [layers, experts]: where the device sees them in RAM
+    is_whole: Vec<bool>,         // [layers, experts]: the checksum held
+    shares: [Share; FEW_TOKENS], // of passes of 1 token, 2, ..
+    is_new: bool,                // something is to be brought to the device
 }
 
 /// What goes over the link.
@@ -95,17 +87,6 @@ impl Share {
     }
 }
 
-/// What goes over the link at first where a layer wants `n` experts in RAM, which the CPU and the link bring in so many
-/// seconds each.
-fn eighths_of(n: f64, cpu: f64, link: f64) -> u32 {
-    let seconds = |by_link: f64| {
-        let gpu = if by_link > 0.0 { GPU_S + by_link * link } else { 0.0 };
-        gpu.max(CPU_S + (n - by_link) * cpu)
-    };
-    let best = (0..=n as usize).min_by(|&a, &b| seconds(a as f64).total_cmp(&seconds(b as f64))).unwrap_or(0);
-    (EIGHTHS as f64 * best as f64 / n.max(1.0)).round() as u32
-}
-
 impl Split {
     /// Where every expert lies in one piece of pinned memory, of one GPU: `None` elsewhere. A layer wants so many
     /// experts in RAM for a token, in the mean.
@@ -125,8 +106,9 @@ impl Split {
                 host.push(whole?);
             }
         }
-        let bytes = shape.layouts[shape.layers() / 2].bytes() as f64; // stands for all
-        let eighths = eighths_of(wanted, bytes / costs.cpu_bytes, bytes / (READ_SHARE * costs.pcie_bytes));
+        let layout = shape.layouts[shape.layers() / 2]; // stands for all
+        let (by_link, _) = costs.in_decode(wanted, layout.bytes() as f64);
+        let eighths = (EIGHTHS as f64 * by_link as f64 / wanted.max(1.0)).round() as u32;
         Some(Self {
             experts: shape.experts,
             buffers,
@@ -233,15 +215,6 @@ mod tests {
             }
             assert_eq!(share.eighths, best, "from {first}");
         }
-    }
-
-    #[test]
-    fn the_first_share_is_what_ends_together() {
-        // 2.4 MB at 110 and 48 GB/s: 8 experts in 206 microseconds, or 6 beside 2 in 162 and 135.
-        assert_eq!(eighths_of(8.0, 22e-6, 50e-6), 2);
-        assert_eq!(eighths_of(2.4, 22e-6, 50e-6), 0);
-        assert_eq!(eighths_of(8.0, 50e-6, 50e-6), 4);
-        assert_eq!(eighths_of(0.0, 1.0, 1.0), 0);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::plan::GpuPlan;
 use crate::Result;
-use crate::config::PrefillOn;
+use crate::config::{DecodeOn, PrefillOn};
 use crate::cuda::{Cuda, DeviceInfo};
 use crate::experts::cost::{CostModel, OtherLink};
 use crate::experts::pool::expected_hits;
@@ -103,7 +103,11 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
         beside = beside.max(chosen * top_k * work.expert_bytes() / (VRAM_SHARE * of.vram_bytes) + hop);
     }
     if let (Some(speeds), true) = (&rates.speeds, others > 0) {
-        beside = beside.max((1.0 - cached(before)) * top_k * work.expert_bytes() / speeds.cpu_bytes + HANDOFF_S);
+        let (n, bytes) = ((1.0 - cached(before)) * top_k, work.expert_bytes());
+        beside = beside.max(match spec.config.decode {
+            DecodeOn::Auto if spec.ranks() == 1 => speeds.in_decode(n, bytes).1,
+            _ => speeds.on_cpu_in_decode(n, bytes),
+        });
     }
     decode += moe_layers * beside;
 

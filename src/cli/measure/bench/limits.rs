@@ -6,7 +6,7 @@ use crate::model::{LayerConfig, ModelConfig};
 /// Bytes and operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PassWork {
-    /// Bytes that RAM gives, to whomever.
+    /// Bytes that cores read of RAM.
     pub(super) ram: f64,
     /// Bytes that cross PCIe.
     pub(super) link: f64,
@@ -23,10 +23,10 @@ impl PassWork {
     /// Of `passes` passes over `tokens` tokens in all. `dense`: bytes of dense weights that a pass reads, on the device
     /// if `on_device`; experts there: `resident` bytes.
     pub(super) fn new(traffic: Traffic, dense: f64, resident: f64, products: f64, on_device: bool) -> Self {
-        let expert_bytes = traffic.total() as f64;
+        let (ram, link) = (traffic.ram as f64, traffic.link as f64);
         match on_device {
-            true => Self { ram: expert_bytes, link: traffic.link as f64, vram: dense + resident, products },
-            false => Self { ram: expert_bytes + dense, ..Self::default() },
+            true => Self { ram, link, vram: dense + resident, products },
+            false => Self { ram: ram + dense, ..Self::default() },
         }
     }
 
