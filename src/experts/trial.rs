@@ -1,43 +1,71 @@
 //! Which of several ways makes steps fastest, found by trying.
 
 /// Steps in which the best way is kept.
-const KEPT: usize = 1024;
+const KEPT: usize = 2048;
 
-/// All ways in turn for `STEPS` steps each, then the best one for many.
+/// Turns after which a way that is clearly slower is tried no more, and by how much.
+const EARLY: usize = 8;
+const CLEARLY: f32 = 1.1;
+
+/// All ways in turn for up to `STEPS` steps each, then the best one for many.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Trial<const WAYS: usize, const STEPS: usize> {
-    step: usize,
+    way: usize, // of the next step
+    tried: [bool; WAYS],
+    turns: usize, // that are over
     seconds: [[f32; STEPS]; WAYS],
-    best: usize,
+    kept: usize, // steps for which the best way is still kept
 }
 
 impl<const WAYS: usize, const STEPS: usize> Trial<WAYS, STEPS> {
     /// The way of the next step.
     pub(super) fn way(&self) -> usize {
-        if self.step < WAYS * STEPS { self.step % WAYS } else { self.best }
+        self.way
     }
 
-    /// That step took so long. Where a trial ends with it: the seconds of each way's median step.
+    /// That step took so long. Where a trial ends with it: the seconds of each way's median step; then `keep` must say
+    /// which is the best.
     pub(super) fn took(&mut self, seconds: f32) -> Option<[f32; WAYS]> {
-        if self.step < WAYS * STEPS {
-            self.seconds[self.step % WAYS][self.step / WAYS] = seconds;
+        if self.kept > 0 {
+            self.kept -= 1;
+            if self.kept == 0 {
+                *self = Self::default();
+            }
+            return None;
         }
-        self.step = (self.step + 1) % (WAYS * STEPS + KEPT);
-        (self.step == WAYS * STEPS).then(|| {
-            let median = |mut all: [f32; STEPS]| *all.select_nth_unstable_by(STEPS / 2, f32::total_cmp).1;
-            self.seconds.map(median)
+        self.seconds[self.way][self.turns] = seconds;
+        if let Some(next) = (self.way + 1..WAYS).find(|&way| self.tried[way]) {
+            self.way = next;
+            return None;
+        }
+        self.turns += 1;
+        if self.turns == EARLY {
+            let medians = self.medians();
+            let best = medians.into_iter().fold(f32::INFINITY, f32::min);
+            self.tried = medians.map(|median| median <= CLEARLY * best);
+        }
+        self.way = self.tried.iter().position(|tried| *tried).expect("the best one is");
+        let is_over = self.turns == STEPS || self.tried.iter().filter(|tried| **tried).count() == 1;
+        is_over.then(|| self.medians())
+    }
+
+    fn medians(&self) -> [f32; WAYS] {
+        std::array::from_fn(|way| {
+            let mut all = self.seconds[way];
+            let all = &mut all[..if self.tried[way] { self.turns } else { EARLY }];
+            *all.select_nth_unstable_by(all.len() / 2, f32::total_cmp).1
         })
     }
 
     /// The best way, after a trial.
     pub(super) fn keep(&mut self, best: usize) {
-        self.best = best;
+        (self.way, self.kept) = (best, KEPT);
     }
 }
 
 impl<const WAYS: usize, const STEPS: usize> Default for Trial<WAYS, STEPS> {
     fn default() -> Self {
-        Self { step: 0, seconds: [[0.0; STEPS]; WAYS], best: 0 }
+        Self { way: 0, tried: [true; WAYS], turns: 0, seconds: [[0.0; STEPS]; WAYS], kept: 0 }
     }
 }
 
@@ -47,26 +75,33 @@ mod tests {
 
     const STEPS: usize = 16;
 
+    /// Runs a trial; its medians, and how often each way was taken.
+    fn run(trial: &mut Trial<3, STEPS>, seconds: [f32; 3]) -> ([f32; 3], [usize; 3]) {
+        let mut taken = [0; 3];
+        for step in 0.. {
+            taken[trial.way()] += 1;
+            // One step in a while takes long.
+            let took = if step % 7 == 0 { 5.0 } else { seconds[trial.way()] };
+            if let Some(medians) = trial.took(took) {
+                return (medians, taken);
+            }
+        }
+        unreachable!()
+    }
+
     #[test]
     fn the_best_way_is_kept_until_the_next_trial() {
-        let mut trial = Trial::<3, STEPS>::default();
-        for seconds in [[1.0, 0.8, 0.9], [1.0, 1.1, 0.9], [0.7, 1.0, 0.9]] {
-            let mut ended = None;
-            for step in 0..3 * STEPS {
-                assert_eq!(trial.way(), step % 3);
-                // One step in a while takes long.
-                let took = if step % 7 == 0 { 5.0 } else { seconds[trial.way()] };
-                ended = trial.took(took);
-                assert_eq!(ended.is_some(), step + 1 == 3 * STEPS);
-            }
-            assert_eq!(ended, Some(seconds));
+        let mut trial = Trial::default();
+        for (seconds, taken) in
+            [([1.0, 0.95, 0.93], [STEPS; 3]), ([1.0, 1.02, 1.3], [STEPS, STEPS, EARLY]), ([1.2, 1.0, 1.3], [EARLY; 3])]
+        {
+            assert_eq!(run(&mut trial, seconds), (seconds, taken));
             let best = (0..3).min_by(|&a, &b| seconds[a].total_cmp(&seconds[b])).unwrap();
             trial.keep(best);
             for _ in 0..KEPT {
                 assert_eq!((trial.way(), trial.took(9.0)), (best, None));
             }
+            assert_eq!(trial.way(), 0);
         }
-        trial.took(1.0);
-        assert_eq!(trial.way(), 1);
     }
 }
