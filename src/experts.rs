@@ -9,7 +9,6 @@
 //! residency     which expert is in VRAM, which in RAM
 //! popularity    how often each is chosen
 //! pool          VRAM as a cache: which experts come into it
-//! trial         which of several ways makes steps fastest
 //! service       experts alone, for other engines
 //! mailbox       how a device hands tokens to the CPU's experts
 //! gpu           each expert where it is cheapest: VRAM, the link, the CPU
@@ -32,7 +31,6 @@ pub mod residency;
 pub mod service;
 #[cfg(feature = "cuda")]
 pub mod stream_port;
-mod trial;
 
 pub use cpu::{CpuExperts, Tuning};
 pub use epilogue::Epilogue;

@@ -612,6 +612,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         }
         let seconds = begun.elapsed().as_secs_f32();
         self.cpu.end_step(tokens, seconds);
+        self.cpu.team().took(tokens, seconds);
         if let Some(split) = &mut self.split {
             let wanted = (decider.pool.choices().misses - misses) as usize;
             split.took(tokens, (layers, wanted), seconds);

@@ -1,4 +1,5 @@
-//! How many workers take part: measured where memory is as fast as it gets, kept for a day beside the caches.
+//! How many workers take part: measured where memory is as fast as it gets, kept for a day beside the caches; the
+//! engine goes on from there (`machine/workers/crews.rs`).
 //!
 //! ```text
 //! a step     4 MiB of weights, in the precision of the experts, times some rows, as dense layers do
@@ -29,7 +30,7 @@ use crate::backend::cpu::{Cpu, Linear};
 use crate::backend::tensor::Tensor;
 use crate::kernel::Kernel;
 use crate::machine::topology::{self, Topology};
-use crate::machine::workers::{Crews, Team};
+use crate::machine::workers::{Crews, Team, sizes_of};
 
 /// Weights that the steps read in turn: more than stays in a cache.
 pub(crate) const SAMPLE_BYTES: usize = 512 << 20;
@@ -78,6 +79,7 @@ pub(super) fn choose(
         }
     };
     machine.team.set_crews(choice.crews);
+    machine.team.try_crews();
     report(LoadProgress::Experts(&format!("threads: {choice}")));
     Ok(())
 }
@@ -126,7 +128,8 @@ pub(crate) fn measure(
         let [in_turn, every_second] = steps.best([(half, 1), (half, 2)], 1);
         // Only where it is clear: the order of turns has its reasons.
         let stride = if every_second[0] * 1.1 < in_turn[0] { 2 } else { 1 };
-        let sizes = [(1, 1), (3, 4), (1, 2), (3, 8), (1, 4), (1, 8)].map(|(part, of)| (all * part).div_ceil(of));
+        let mut sizes = sizes_of(all);
+        sizes.reverse();
         let seconds = steps.best(sizes.map(|workers| (workers, stride)), 2);
         pick(stride, &sizes, &seconds)
     });

@@ -47,7 +47,7 @@ use crate::machine::topology::Seat;
 use crate::{Error, Result};
 
 pub use claims::{Claimant, Claims, Cut};
-pub use crews::Crews;
+pub use crews::{Crews, sizes_of};
 pub(crate) use gate::Gate;
 pub(crate) use roster::SCHEDSTAT;
 use roster::{Clock, Roster};

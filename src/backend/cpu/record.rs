@@ -1,5 +1,7 @@
 //! Steering, and times of dispatches; the CPU records no passes.
 
+use std::time::Instant;
+
 use super::Cpu;
 use crate::Result;
 use crate::backend::batch::Batch;
@@ -12,7 +14,10 @@ impl Record for Cpu {
 
     fn replay(&self, batch: &Batch, _: Hooks, pass: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
         self.team.fit(batch.len());
-        pass().map(|()| false)
+        let begun = Instant::now();
+        pass()?;
+        self.team.took(batch.len(), begun.elapsed().as_secs_f32());
+        Ok(false)
     }
 
     fn profiling(&self, on: bool) -> Result<()> {

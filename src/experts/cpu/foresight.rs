@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use super::pieces::{Active, LayerWork, Pieces};
 use super::{Buffers, CpuExperts};
 use crate::Result;
-use crate::experts::trial::Trial;
 use crate::experts::{Choices, FORESEEN_TOKENS, by_link};
 use crate::kernel::fetch;
 use crate::machine::heap::Heap;
+use crate::machine::trial::Trial;
 use crate::machine::workers::GROUP;
 
 /// Bytes between two looks at whether the wait is over.
@@ -26,7 +26,7 @@ pub(super) struct Foresight {
     is_asked: bool,      // for what is foreseen
     on: bool,            // what is foreseen is asked for
     eighths: u32,        // of the experts in RAM that a GPU reads over its link
-    trials: [Trial<2, 16>; FORESEEN_TOKENS], // without, and with
+    trials: [Trial<2, 1, 16>; FORESEEN_TOKENS], // without, and with
     gains: [Option<f32>; FORESEEN_TOKENS], // of the last trial: the share by which speed grows
     pub(super) asked_bytes: u64,
     pub(super) chosen: Choices, // named or not

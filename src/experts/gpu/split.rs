@@ -4,7 +4,7 @@
 //! ```text
 //! before a pass   the share that goes over the link is brought to the device, by the number of the pass's tokens
 //! in a pass       publish (kernels/handoff.cu) tells those from the CPU's: both sides know in the same moment
-//! after it        its time is compared with that of other shares (`experts/trial.rs`)
+//! after it        its time is compared with that of other shares (`machine/trial.rs`)
 //! ```
 //!
 //! Nothing waits behind these reads: the hand-over's polls begin when they have ended. How fast both sides are together
@@ -21,7 +21,7 @@ use crate::cuda::kernels::handoff::EIGHTHS;
 use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer, kernels};
 use crate::experts::cost::CostModel;
 use crate::experts::residency::{Move, Place, Residency};
-use crate::experts::trial::Trial;
+use crate::machine::trial::Trial;
 
 /// Another share must take so much less time.
 const GAIN: f32 = 0.99;
@@ -64,7 +64,7 @@ pub(super) struct Split {
 #[derive(Clone, Copy)]
 struct Share {
     eighths: u32,
-    trial: Trial<3, 48>, // less, as much, and more
+    trial: Trial<3, 2, 32>, // less, as much, and more
 }
 
 impl Share {

@@ -1,13 +1,63 @@
 //! How many of a team take part: memory is read as fast as it can be by a part of the cores, arithmetic wants all.
 //!
+//! What was best when it was measured need not stay so: neighbours come and go. So passes of few rows, as decode has
+//! them, try some workers more and some less from time to time.
+//!
 //! The others sleep, each on a line of its own: no dispatch wakes them or waits for them.
 
 use std::sync::PoisonError;
 
 use super::Team;
+use crate::machine::trial::Trial;
 
 /// Rows of a pass up to which reading weights takes longer than arithmetic with them.
 const FEW_ROWS: usize = 8;
+
+/// Parts of a team that are compared.
+const PARTS: [(usize, usize); 6] = [(1, 8), (1, 4), (3, 8), (1, 2), (3, 4), (1, 1)];
+
+/// Another number of workers must take so much less time.
+const GAIN: f32 = 0.98;
+
+/// Numbers of workers of a team of `all` that are compared, ascending; some may be equal.
+pub fn sizes_of(all: usize) -> [usize; PARTS.len()] {
+    PARTS.map(|(part, of)| (all * part).div_ceil(of))
+}
+
+/// How many workers passes of one number of rows have.
+#[derive(Clone, Copy)]
+struct Crew {
+    size: usize,            // an index into `sizes_of`
+    trial: Trial<3, 12, 8>, // less, as many, and more
+}
+
+impl Crew {
+    fn new(workers: usize, all: usize) -> Self {
+        let size = sizes_of(all).partition_point(|&size| size < workers).min(PARTS.len() - 1);
+        Self { size, trial: Trial::default() }
+    }
+
+    /// The index of the next pass.
+    fn next(&self) -> usize {
+        (self.size + self.trial.way()).saturating_sub(1).min(PARTS.len() - 1)
+    }
+
+    /// That pass took so long.
+    fn took(&mut self, seconds: f32) {
+        const AS_NOW: usize = 1;
+        let Some(ways) = self.trial.took(seconds) else { return };
+        let best = (0..ways.len()).min_by(|&a, &b| ways[a].total_cmp(&ways[b])).expect("there are three");
+        let moves = best != AS_NOW && ways[best] < GAIN * ways[AS_NOW];
+        self.trial.keep(if moves { best } else { AS_NOW });
+        if moves {
+            *self = Self { size: self.next(), trial: Trial::default() };
+        }
+    }
+}
+
+/// The crews of passes of few rows while they are tried.
+#[derive(Clone, Copy)]
+pub(super) struct Tried([Crew; FEW_ROWS]); // of 1 row, 2, ..
 
 /// How many workers take part in passes, and which.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,11 +88,33 @@ impl Team {
         self.roster.lock().unwrap_or_else(PoisonError::into_inner).crews
     }
 
+    /// Lets passes of few rows try other crews from now on, as [`took`](Team::took) tells.
+    pub fn try_crews(&self) {
+        let mut roster = self.roster.lock().unwrap_or_else(PoisonError::into_inner);
+        roster.tried = Some(Tried([Crew::new(roster.crews.few, self.seats.len()); FEW_ROWS]));
+    }
+
     /// Lets those take part in the next dispatches that a pass of `rows` rows wants.
     pub fn fit(&self, rows: usize) {
         let mut roster = self.roster.lock().unwrap_or_else(PoisonError::into_inner);
         let Crews { few, many, .. } = roster.crews;
-        roster.want(&self.state, if rows <= FEW_ROWS { few } else { many });
+        let tried = roster.tried.as_ref().and_then(|Tried(crews)| crews.get(rows.wrapping_sub(1)));
+        let workers = match tried {
+            Some(crew) => sizes_of(self.seats.len())[crew.next()],
+            None if rows <= FEW_ROWS => few,
+            None => many,
+        };
+        roster.want(&self.state, workers);
+    }
+
+    /// A pass of `rows` rows took so long with those that it [wanted](Team::fit).
+    pub fn took(&self, rows: usize, seconds: f32) {
+        let mut roster = self.roster.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Tried(crews)) = &mut roster.tried
+            && let Some(crew) = crews.get_mut(rows.wrapping_sub(1))
+        {
+            crew.took(seconds);
+        }
     }
 }
 
@@ -77,6 +149,39 @@ mod tests {
             while run() != 0b11111 {}
             assert_eq!(team.working(), 5);
         }
+    }
+
+    #[test]
+    fn crews_go_where_passes_are_fastest() {
+        for (first, best) in [(16, 8), (2, 16), (12, 12), (6, 2), (16, 16)] {
+            let mut crew = Crew::new(first, 16);
+            assert_eq!(sizes_of(16)[crew.size], first);
+            let best = sizes_of(16).iter().position(|&size| size == best).unwrap();
+            for _ in 0..20_000 {
+                crew.took(1.0 + crew.next().abs_diff(best) as f32 / 10.0);
+            }
+            assert_eq!(crew.size, best, "from {first}");
+        }
+    }
+
+    #[test]
+    fn passes_of_few_rows_try_crews() {
+        let team = Team::new(&Topology::read().worker_cpus(4)).unwrap();
+        team.set_crews(Crews { few: 2, many: 4, stride: 1 });
+        let mut seen = Vec::new();
+        let mut pass = |rows: usize| {
+            team.fit(rows);
+            team.run(&|_| ());
+            seen.push(team.working());
+            team.took(rows, 1.0);
+        };
+        (0..40).for_each(|_| pass(1));
+        team.try_crews();
+        (0..40).for_each(|_| pass(1));
+        (0..3).for_each(|_| pass(9));
+        assert!(seen[..40].iter().all(|&working| working == 2));
+        assert!([2, 3].iter().all(|n| seen[40..80].contains(n)), "{seen:?}");
+        assert_eq!(seen[82], 4);
     }
 
     #[test]

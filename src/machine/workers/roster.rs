@@ -11,6 +11,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+use super::crews::Tried;
 use super::{Crews, Line, Post, RESTING, State, pin};
 use crate::machine::topology::Seat;
 
@@ -71,6 +72,7 @@ pub(super) struct Roster {
     records: Vec<SeatRecord>,
     caller_at: usize, // the seat whose core worker 0 is on
     pub(super) crews: Crews,
+    pub(super) tried: Option<Tried>,
     pub(super) order: Vec<usize>, // in which seats are taken, the caller's first
     wanted: usize,                // workers of the next dispatch
     late: bool,                   // one that should take part has not noticed yet that it did not
@@ -87,6 +89,7 @@ impl Roster {
             records: vec![record; seats.len()],
             caller_at: 0,
             crews: Crews::all(seats.len()),
+            tried: None,
             order: Vec::new(),
             wanted: seats.len(),
             late: false,

@@ -1,4 +1,7 @@
-//! Which of several ways makes steps fastest, found by trying.
+//! Which of several ways makes steps fastest, found by trying while the engine runs.
+//!
+//! Several trials may run at the same time, each with runs of its own length: so that none always changes its way when
+//! another one does.
 
 /// Steps in which the best way is kept.
 const KEPT: usize = 2048;
@@ -7,25 +10,26 @@ const KEPT: usize = 2048;
 const EARLY: usize = 8;
 const CLEARLY: f32 = 1.1;
 
-/// All ways in turn for up to `STEPS` steps each, then the best one for many.
+/// All ways in turn, for runs of `RUN` steps and up to `TURNS` turns, then the best one for many.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Trial<const WAYS: usize, const STEPS: usize> {
+pub struct Trial<const WAYS: usize, const RUN: usize, const TURNS: usize> {
     way: usize, // of the next step
     tried: [bool; WAYS],
+    steps: usize, // of this run that are over
     turns: usize, // that are over
-    seconds: [[f32; STEPS]; WAYS],
+    seconds: [[f32; TURNS]; WAYS],
     kept: usize, // steps for which the best way is still kept
 }
 
-impl<const WAYS: usize, const STEPS: usize> Trial<WAYS, STEPS> {
+impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Trial<WAYS, RUN, TURNS> {
     /// The way of the next step.
-    pub(super) fn way(&self) -> usize {
+    pub fn way(&self) -> usize {
         self.way
     }
 
-    /// That step took so long. Where a trial ends with it: the seconds of each way's median step; then `keep` must say
+    /// That step took so long. Where a trial ends with it: the seconds of each way's median run; then `keep` must say
     /// which is the best.
-    pub(super) fn took(&mut self, seconds: f32) -> Option<[f32; WAYS]> {
+    pub fn took(&mut self, seconds: f32) -> Option<[f32; WAYS]> {
         if self.kept > 0 {
             self.kept -= 1;
             if self.kept == 0 {
@@ -33,7 +37,12 @@ impl<const WAYS: usize, const STEPS: usize> Trial<WAYS, STEPS> {
             }
             return None;
         }
-        self.seconds[self.way][self.turns] = seconds;
+        self.seconds[self.way][self.turns] += seconds;
+        self.steps += 1;
+        if self.steps < RUN {
+            return None;
+        }
+        self.steps = 0;
         if let Some(next) = (self.way + 1..WAYS).find(|&way| self.tried[way]) {
             self.way = next;
             return None;
@@ -45,7 +54,7 @@ impl<const WAYS: usize, const STEPS: usize> Trial<WAYS, STEPS> {
             self.tried = medians.map(|median| median <= CLEARLY * best);
         }
         self.way = self.tried.iter().position(|tried| *tried).expect("the best one is");
-        let is_over = self.turns == STEPS || self.tried.iter().filter(|tried| **tried).count() == 1;
+        let is_over = self.turns == TURNS || self.tried.iter().filter(|tried| **tried).count() == 1;
         is_over.then(|| self.medians())
     }
 
@@ -58,14 +67,14 @@ impl<const WAYS: usize, const STEPS: usize> Trial<WAYS, STEPS> {
     }
 
     /// The best way, after a trial.
-    pub(super) fn keep(&mut self, best: usize) {
+    pub fn keep(&mut self, best: usize) {
         (self.way, self.kept) = (best, KEPT);
     }
 }
 
-impl<const WAYS: usize, const STEPS: usize> Default for Trial<WAYS, STEPS> {
+impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Default for Trial<WAYS, RUN, TURNS> {
     fn default() -> Self {
-        Self { way: 0, tried: [true; WAYS], turns: 0, seconds: [[0.0; STEPS]; WAYS], kept: 0 }
+        Self { way: 0, tried: [true; WAYS], steps: 0, turns: 0, seconds: [[0.0; TURNS]; WAYS], kept: 0 }
     }
 }
 
@@ -73,28 +82,29 @@ impl<const WAYS: usize, const STEPS: usize> Default for Trial<WAYS, STEPS> {
 mod tests {
     use super::*;
 
-    const STEPS: usize = 16;
+    const TURNS: usize = 16;
 
-    /// Runs a trial; its medians, and how often each way was taken.
-    fn run(trial: &mut Trial<3, STEPS>, seconds: [f32; 3]) -> ([f32; 3], [usize; 3]) {
+    /// Runs a trial; the medians of its runs, and how many each way had.
+    fn run<const RUN: usize>(trial: &mut Trial<3, RUN, TURNS>, seconds: [f32; 3]) -> ([f32; 3], [usize; 3]) {
         let mut taken = [0; 3];
         for step in 0.. {
             taken[trial.way()] += 1;
-            // One step in a while takes long.
-            let took = if step % 7 == 0 { 5.0 } else { seconds[trial.way()] };
+            // One run in a while takes long.
+            let took = if step / RUN % 7 == 0 { 5.0 } else { seconds[trial.way()] };
             if let Some(medians) = trial.took(took) {
-                return (medians, taken);
+                return (medians.map(|median| median / RUN as f32), taken.map(|steps| steps / RUN));
             }
         }
         unreachable!()
     }
 
-    #[test]
-    fn the_best_way_is_kept_until_the_next_trial() {
-        let mut trial = Trial::default();
-        for (seconds, taken) in
-            [([1.0, 0.95, 0.93], [STEPS; 3]), ([1.0, 1.02, 1.3], [STEPS, STEPS, EARLY]), ([1.2, 1.0, 1.3], [EARLY; 3])]
-        {
+    fn the_best_way_is_kept<const RUN: usize>() {
+        let mut trial = Trial::<3, RUN, TURNS>::default();
+        for (seconds, taken) in [
+            ([1.0, 0.9375, 0.96875], [TURNS; 3]),
+            ([1.0, 1.0625, 1.5], [TURNS, TURNS, EARLY]),
+            ([1.25, 1.0, 1.5], [EARLY; 3]),
+        ] {
             assert_eq!(run(&mut trial, seconds), (seconds, taken));
             let best = (0..3).min_by(|&a, &b| seconds[a].total_cmp(&seconds[b])).unwrap();
             trial.keep(best);
@@ -103,5 +113,11 @@ mod tests {
             }
             assert_eq!(trial.way(), 0);
         }
+    }
+
+    #[test]
+    fn the_best_way_is_kept_until_the_next_trial() {
+        the_best_way_is_kept::<1>();
+        the_best_way_is_kept::<4>();
     }
 }
