@@ -32,32 +32,33 @@ constexpr int HANDOFF_THREADS = 1024;
 // Each look at `stop` crosses PCIe.
 constexpr int STOP_SPINS = 1 << 10;
 
-constexpr int BY_LINK = 1 << 16, SPLIT_CHOICES = 128;
+constexpr int BY_LINK = 1 << 16, CHOICES_OVER_LINK = 128;
 
-// What goes over the link is rounded up from 6 of 8 on: a part of an expert costs there what the whole costs.
+// A number of experts that is not whole is rounded up where 6 of 8 are over.
 constexpr int EIGHTHS = 8, ROUND_UP = 2;
 
-// How the experts in RAM of a few tokens, of at most SPLIT_CHOICES choices, are shared out: of those that this GPU
-// reaches, each once, it reads so many of eight, the ones that tokens ranked last: the CPU foresees the others best.
-struct Split {
+// What this GPU reads over its link of the experts in RAM that a few tokens want: so many of eight. It takes those that
+// the tokens ranked last, because the CPU foresees the others best. At most CHOICES_OVER_LINK choices.
+struct OverLink {
     const uint64_t* reach;   // [experts]: where it reads them; 0: it does not
     const uint32_t* eighths; // of eight
-    int* own;                // [choices]: the ids that it computes, wherever they are, and -1; null: nothing is split
+    int* own;                // [choices]: the ids that it computes, wherever they are, and -1; null: nothing
     int tokens;
 };
 
 // Whether this GPU reads what the thread's choice wants over its link. By all threads of a block.
-__device__ bool is_by_link(const Split& split, const int* ids, const uint64_t* resident, int choices, int experts) {
-    __shared__ int in_ram[SPLIT_CHOICES], is_first[SPLIT_CHOICES]; // best choices of all tokens first
-    const int choice = threadIdx.x, top_k = choices / split.tokens;
-    const int at = choice % top_k * split.tokens + choice / top_k;
+__device__ bool is_by_link(
+    const OverLink& over_link, const int* ids, const uint64_t* resident, int choices, int experts) {
+    __shared__ int in_ram[CHOICES_OVER_LINK], is_first[CHOICES_OVER_LINK]; // best choices of all tokens first
+    const int choice = threadIdx.x, top_k = choices / over_link.tokens;
+    const int at = choice % top_k * over_link.tokens + choice / top_k;
     int id = -1, first = choices;
     if (choice < choices) {
         id = ids[choice];
-        if (id < 0 || id >= experts || resident[id] || !split.reach[id]) id = -1;
+        if (id < 0 || id >= experts || resident[id] || !over_link.reach[id]) id = -1;
         in_ram[at] = id;
     }
-    const uint32_t eighths = __ldcg(split.eighths);
+    const uint32_t eighths = __ldcg(over_link.eighths);
     __syncthreads();
     if (id >= 0)
         for (first = 0; in_ram[first] != id;) first++;
@@ -78,19 +79,19 @@ __device__ __forceinline__ void wait_until(const uint32_t* counter, uint32_t cou
 
 KERNEL(publish, HANDOFF_THREADS, 0, const bf16* h, const int* ids, const float* weights, const uint64_t* resident,
     int rows_words, int choices, int experts, uint4* host_h, int* host_ids, float* host_weights, uint32_t* used,
-    uint32_t* arrived, uint32_t* count, uint32_t* down, const __grid_constant__ Split split) {
+    uint32_t* arrived, uint32_t* count, uint32_t* down, const __grid_constant__ OverLink over_link) {
     begin_kernel();
     const int first = blockIdx.x * HANDOFF_THREADS + threadIdx.x, step = gridDim.x * HANDOFF_THREADS;
     const uint4* from = reinterpret_cast<const uint4*>(h);
     for (int i = first; i < rows_words; i += step) host_h[i] = from[i];
-    const bool by_link = split.own && blockIdx.x == 0 && is_by_link(split, ids, resident, choices, experts);
+    const bool by_link = over_link.own && blockIdx.x == 0 && is_by_link(over_link, ids, resident, choices, experts);
     for (int i = first; i < choices; i += step) {
         const int id = ids[i];
         const bool valid = id >= 0 && id < experts, here = valid && resident && resident[id];
         if (valid && used) atomicAdd(used + id, 1u);
         host_ids[i] = here ? ~id : by_link ? id + BY_LINK : id;
         host_weights[i] = weights[i];
-        if (split.own) split.own[i] = here || by_link ? id : -1;
+        if (over_link.own) over_link.own[i] = here || by_link ? id : -1;
     }
     __threadfence_system();
     __syncthreads();

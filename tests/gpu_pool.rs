@@ -1,5 +1,5 @@
-//! VRAM as a cache of experts, and experts over the link: whatever VRAM holds, whatever comes and goes, and whoever reads
-//! what is in RAM, answers stay what they are.
+//! VRAM as a cache of experts, and experts over the link: whatever VRAM holds, whatever comes and goes, and whoever
+//! reads what is in RAM, answers stay what they are.
 //!
 //! Runs on a GPU, or on kernels/emulator where there is none.
 #![cfg(feature = "cuda")]

@@ -79,6 +79,10 @@ class EngineOptions(TypedDict, total=False):
     """Where to compute the routed experts during prefill when there is a GPU; auto chooses the faster [default:
     auto]."""
 
+    decode: Literal["auto", "cpu"] | None
+    """Where to compute the experts in RAM during decode when there is a GPU: auto (the GPU reads some of them over the
+    link, as many as make steps fastest), or cpu [default: auto]."""
+
     max_sequences: int | None
     """Maximum requests that run at the same time [default: 16]."""
 

@@ -20,12 +20,14 @@ impl CostModel {
     /// What kernels reach of plain reading's bandwidth.
     pub const CPU_SHARE: f64 = 0.9;
 
-    /// What kernels reach of a copy engine's speed when they multiply with what lies in pinned RAM (H200: 46 to 50 of 55
+    /// What kernels that multiply with what lies in pinned RAM reach of a copy engine's speed (H200: 46 to 50 of 55
     /// GB/s).
     const LINK_SHARE: f64 = 0.88;
 
-    /// Seconds of a layer's hand-over in decode, and of what a GPU that reads over the link does beside that (H200).
-    const HANDOFF_S: f64 = 10e-6;
+    /// Seconds of a layer's hand-over in decode.
+    pub const HANDOFF_S: f64 = 10e-6;
+
+    /// Seconds of a layer in decode that a GPU which reads over the link takes beside that (H200).
     const LINK_S: f64 = 35e-6;
 
     /// What kernels that write and read hidden states in RAM reach of a link's (two H100: 6.5 ms expected of a layer of
@@ -74,12 +76,13 @@ impl CostModel {
         }
     }
 
-    /// Seconds that the CPU takes in decode for the `n` experts in RAM, of `bytes` each, that a layer wants in the mean.
+    /// Seconds that the CPU takes in decode for the `n` experts in RAM, of `bytes` each, that a layer wants.
     pub fn on_cpu_in_decode(&self, n: f64, bytes: f64) -> f64 {
         Self::HANDOFF_S + n * bytes / self.cpu_bytes
     }
 
-    /// How many of them the GPU should read over the link beside the CPU, and seconds of both.
+    /// Of the `n` experts in RAM, of `bytes` each, that a layer wants in decode: how many the GPU should read over the
+    /// link beside the CPU, and seconds of both.
     pub fn in_decode(&self, n: f64, bytes: f64) -> (usize, f64) {
         let link = bytes / (Self::LINK_SHARE * self.pcie_bytes);
         let seconds = |by_link: usize| match by_link {

@@ -140,6 +140,7 @@ impl CpuExperts {
     ) -> Result<Self> {
         let shape = memory.shape();
         let mut buffers = Buffers::new(heap, kernel, &shape, team.threads(), pairs)?;
+        let progress = Progress::new(heap, shape.experts, shape.intermediate());
         if memory.is_copy() {
             buffers.checked.fill(true);
             buffers.news.extend(0..buffers.checked.len());
@@ -152,7 +153,7 @@ impl CpuExperts {
             was_foreseen: false,
             tuning: Tuning::default(),
             claims: (0..memory.nodes()).map(|_| Default::default()).collect(),
-            progress: Progress::new(shape.experts, shape.intermediate()),
+            progress,
             memory,
             epilogue: Epilogue::default(),
             team,

@@ -3,8 +3,8 @@
 //! ```text
 //! recorded passes   the CPU computes experts that are not in VRAM: kernels publish hidden states and routing into
 //!                   memory that both see, and wait for the sum. Of few tokens the GPU reads some of these experts
-//!                   itself, over the link (`split`). Beside that, a kernel copies experts that were missing into the
-//!                   slots of others (`experts/pool.rs`), for the steps that follow
+//!                   itself, over the link (`over_link`). Beside that, a kernel copies experts that were missing into
+//!                   the slots of others (`experts/pool.rs`), for the steps that follow
 //! other passes      experts cross PCIe as they lie in RAM, on a stream of their own, a layer ahead of the compute
 //!                   stream; the CPU takes the share that lets both end together. Where few experts of a layer are
 //!                   chosen, only those cross, once the routing is known
@@ -20,7 +20,7 @@
 //! residents    experts that live in VRAM, and the tables of their addresses
 //! ring         experts that pass through VRAM
 //! admissions   experts on their way into VRAM beside a step
-//! split        experts in RAM that are read over the link beside the CPU's
+//! over_link    experts in RAM that are read over the link beside the CPU's
 //! board        memory through which the ranks of a pool agree
 //! handoff      the CPU's part, through a mailbox
 //! learning     counts of chosen experts
@@ -43,12 +43,12 @@ mod handoff;
 pub mod held;
 mod holder;
 mod learning;
+mod over_link;
 mod parts;
 mod products;
 pub mod prompts;
 mod residents;
 mod ring;
-mod split;
 mod together;
 
 use std::ops::Range;
@@ -73,11 +73,11 @@ use epilogue::DeviceEpilogue;
 use handoff::Handoff;
 use holder::{Channel, Holder, Side};
 use learning::Learning;
+use over_link::{NOTHING, OverLink};
 use parts::Parts;
 use products::{Choices, LayerInput, Products, Sink};
 use residents::Residents;
 use ring::Ring;
-use split::{NO_SPLIT, Split};
 use together::{Decider, Together};
 
 /// Tokens up to which experts in VRAM are multiplied as they are read, each once; sorted and in tiles beyond.
@@ -125,9 +125,9 @@ pub struct GpuExperts {
     sizes: Sizes,
     costs: CostModel,
     forced: Forced,
-    split: Option<Split>,   // `None`: in decode the CPU reads all experts in RAM
-    branch: Option<Branch>, // `None`: the experts in VRAM stay as they were at the start
-    together: Together,     // behind `branch`, whose kernels use what it has
+    over_link: Option<OverLink>, // `None`: in decode the CPU reads all experts in RAM
+    branch: Option<Branch>,      // `None`: the experts in VRAM stay as they were at the start
+    together: Together,          // behind `branch`, whose kernels use what it has
     residents: Residents,
     ring: Ring,
     products: Products,
@@ -188,7 +188,7 @@ struct Buffers {
     products: Products,
     handoff: Handoff,
     admissions: (admissions::Road, admissions::Buffers),
-    split: split::Buffers,
+    over_link: over_link::Buffers,
 }
 
 impl Buffers {
@@ -208,7 +208,7 @@ impl Buffers {
             products: Products::new(cuda, shape, epilogue, sizes)?,
             handoff: Handoff::new(cuda, heap, shape, sizes)?,
             admissions: (admissions::Road::new(cuda)?, admissions::Buffers::new(cuda, shape.layers())?),
-            split: split::Buffers::new(cuda, (shape.layers(), shape.experts), sizes.top_k)?,
+            over_link: over_link::Buffers::new(cuda, (shape.layers(), shape.experts), sizes.top_k)?,
         })
     }
 }
@@ -250,7 +250,8 @@ impl GpuExperts {
         let (cache, shape) = (memory.cache(), memory.shape());
         let (layers, experts) = (shape.layers(), shape.experts);
         let (popularity, path) = (Popularity::of(cache), Popularity::path_of(cache));
-        let registered = match (sizes.ring >= 2 || sizes.resident > 0) && sizes.in_ram(experts) > 0 {
+        let crosses = sizes.ring >= 2 || sizes.resident > 0 || (sizes.share.is_whole() && !forced.decode_on_cpu);
+        let registered = match crosses && sizes.in_ram(experts) > 0 {
             true => memory.pin(),
             false => Vec::new(),
         };
@@ -303,7 +304,7 @@ impl GpuExperts {
         let memory = cpu.memory().clone();
         let parts = Arc::new(Parts::new(memory.clone(), sizes.share, &registered)?);
         let shape = parts.shape();
-        let Buffers { mut residents, ring, products, handoff, admissions, split } =
+        let Buffers { mut residents, ring, products, handoff, admissions, over_link } =
             Buffers::new(&cuda, heap, (shape, parts.width()), cpu.epilogue(), &sizes)?;
         residents.fill(&parts, together.residency(), |layer| cpu.check_layer(layer))?;
         let (branch, way) = match (sizes.resident > 0 && parts.are_for_kernels(), admissions) {
@@ -314,12 +315,15 @@ impl GpuExperts {
             }
             (false, _) => (None, None),
         };
-        let splits = sizes.in_ram(shape.experts) > 0 && !forced.decode_on_cpu;
-        let wanted = sizes.top_k as f64 * (1.0 - expected_hits(sizes.resident as f64 / shape.experts as f64));
-        let split = if splits { Split::new(&parts, split, &costs, wanted) } else { None };
+        let elsewhere = (sizes.resident + sizes.on_holders) as f64 / shape.experts as f64;
+        let wanted = sizes.top_k as f64 * (1.0 - expected_hits(elsewhere));
+        let over_link = match sizes.in_ram(shape.experts) > 0 && !forced.decode_on_cpu {
+            true => OverLink::new(&parts, over_link, &costs, wanted),
+            false => None,
+        };
         let experts = Self {
             learning,
-            split,
+            over_link,
             together,
             parts,
             ring,
@@ -492,15 +496,16 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         // It is the first rank that hands the CPU its share and adds it.
         let cpu = shared && self.sizes.share.rank == 0;
         assert!(!cpu || tokens <= self.sizes.cpu_tokens, "the CPU was given more tokens than was allocated for");
-        let split = self.split.as_ref().filter(|_| cpu && self.cuda.is_rehearsing() && Split::is_for(tokens));
+        let over_link = self.over_link.as_ref();
+        let over_link = over_link.filter(|_| cpu && self.cuda.is_rehearsing() && tokens <= FEW_TOKENS);
         let table = match streamed {
             0 => self.residents.table(layer),
             _ => self.residents.marks(self.together.residency(), layer, own),
         };
         if cpu {
             // First, so that the CPU begins while the device goes on.
-            let split = split.map_or(NO_SPLIT, |split| split.of_layer(layer, tokens));
-            self.handoff.publish(&self.cuda, &input, (table, experts), self.counts(layer), split);
+            let over_link = over_link.map_or(NOTHING, |over_link| over_link.of_layer(layer, tokens));
+            self.handoff.publish(&self.cuda, &input, (table, experts), self.counts(layer), over_link);
         }
         let mut counted = cpu;
         if hops && !self.holders.is_empty() {
@@ -522,11 +527,11 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
                 false => self.stream(own, &input, counted)?,
             }
             Some(GpuPart::Many { table })
-        } else if resident == 0 && split.is_none() {
+        } else if resident == 0 && over_link.is_none() {
             None
         } else if tokens <= FEW_TOKENS {
-            let table = split.map_or(table, |split| split.table(layer));
-            choices = split.map_or(choices, |split| split.own(choices));
+            let table = over_link.map_or(table, |over_link| over_link.table(layer));
+            choices = over_link.map_or(choices, |over_link| over_link.own(choices));
             self.products.few_gate_up(&self.cuda.compute, table, x.bf16(), choices);
             Some(GpuPart::Few { table })
         } else {
@@ -597,7 +602,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let mut failed = Ok(());
         let layers = decider.pool.residency().layers();
         let (begun, misses) = (Instant::now(), decider.pool.choices().misses);
-        self.cpu.begin_step(tokens, self.split.as_ref().map_or(0, |split| split.eighths(tokens)));
+        self.cpu.begin_step(tokens, self.over_link.as_ref().map_or(0, |over_link| over_link.eighths(tokens)));
         for layer in 0..layers {
             if layer + 1 == layers {
                 // While the device is busy.
@@ -613,9 +618,9 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let seconds = begun.elapsed().as_secs_f32();
         self.cpu.end_step(tokens, seconds);
         self.cpu.team().took(tokens, seconds);
-        if let Some(split) = &mut self.split {
+        if let Some(over_link) = &mut self.over_link {
             let wanted = (decider.pool.choices().misses - misses) as usize;
-            split.took(tokens, (layers, wanted), seconds);
+            over_link.took(tokens, (layers, wanted), seconds);
         }
         decider.pool.turn();
         failed
@@ -624,12 +629,12 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
     fn between_passes(&mut self) -> Result<()> {
         self.together.turn()?;
         let residency = self.together.residency();
-        if let Some(split) = &mut self.split {
+        if let Some(over_link) = &mut self.over_link {
             for expert in self.cpu.newly_checked() {
-                split.is_checked(expert, &self.residents, residency);
+                over_link.is_checked(expert, &self.residents, residency);
             }
-            split.update(&self.residents, residency);
-            split.bring(&self.cuda);
+            over_link.update(&self.residents, residency);
+            over_link.bring(&self.cuda);
         }
         if !residency.moves().is_empty() {
             self.residents.update(residency);

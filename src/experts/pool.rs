@@ -6,13 +6,13 @@
 //! ```text
 //! before a step   what has come is in the table (`arrived`), the slots of the least useful experts are taken out of it
 //!                 (`make_room`)
-//! in the step     device: computes the experts in the table, and hands the others to the CPU
+//! in the step     device: computes the experts in the table, hands others to the CPU, and reads some over the link
 //!                 host:   `chosen` sees a layer's choices, and sends the best of the experts that were missing on
 //!                         their way into slots that were taken out: nobody looks there
 //!                 device: copies what is on its way, beside everything else
 //! ```
 //!
-//! So an expert that is missing is computed by the CPU, while its bytes come for the tokens that follow. With several
+//! So an expert that is missing is computed from RAM, while its bytes come for the tokens that follow. With several
 //! rows in a step, a layer's missing experts are those of all rows, each once. A step may need more experts than there
 //! are slots: those that find no slot stay in RAM. Only steps of decode change the pool; prompts use it.
 //!

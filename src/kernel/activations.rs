@@ -207,8 +207,8 @@ impl ActivationsMut<'_> {
             }
             return;
         }
-        // Several groups at a time: a call for each would cost as much as its work, and in decode one core does this
-        // while the others wait.
+        // Several groups at a time: a call for each would cost as much as its work, and of a token's inputs one core
+        // does this while the others wait.
         const INPUTS: usize = 512;
         let (mut codes, mut left) = ([0; INPUTS], [0.0; INPUTS]);
         let (mut scales, mut sums) = ([0.0; INPUTS / 16], [0; INPUTS / 16]);
@@ -278,7 +278,8 @@ impl ActivationsMut<'_> {
     /// Some rows, to multiply with.
     ///
     /// # Safety
-    /// No thread writes a row while the result lives.
+    /// No thread writes these rows while the result lives. Kernels may read rows behind them, which may be written
+    /// meanwhile: what they make of those is forgotten.
     pub unsafe fn rows(&self, rows: Range<usize>) -> ActivationRows<'_> {
         assert!(rows.end <= self.rows && !rows.is_empty());
         // SAFETY: only read, as promised.

@@ -5,7 +5,8 @@
 //! ```text
 //! decode, CPU alone   a token's bytes / (0.8 x read bandwidth) + 80 us a layer
 //! decode, GPU         (dense + resident experts) / (0.8 x VRAM bandwidth) + 30 us a layer (latent attention: 44)
-//!                     + others / (0.9 x read bandwidth) + 10 us a layer
+//!                     + others / (0.9 x read bandwidth) + 10 us a layer; of one GPU, whose link reads some of the
+//!                     others, the slower of both sides
 //! prefill             products / rate; on a GPU the slowest of its products, PCIe and the CPU's share, layer by layer
 //! ```
 //!

@@ -78,9 +78,64 @@ impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Default for Trial<
     }
 }
 
+/// Another number must take so much less time.
+const GAIN: f32 = 0.98;
+
+/// The number that makes steps fastest, found by trying its neighbours.
+#[derive(Clone, Copy, Debug)]
+pub struct Climb<const RUN: usize, const TURNS: usize> {
+    at: usize,
+    trial: Trial<3, RUN, TURNS>, // the neighbour below, the number, and the neighbour above
+}
+
+impl<const RUN: usize, const TURNS: usize> Climb<RUN, TURNS> {
+    /// Begins at a number.
+    pub fn new(at: usize) -> Self {
+        Self { at, trial: Trial::default() }
+    }
+
+    /// The number of the next step. A number that has no neighbour on a side is its own.
+    pub fn next(&self, neighbours: impl Fn(usize) -> [usize; 2]) -> usize {
+        let [below, above] = neighbours(self.at);
+        [below, self.at, above][self.trial.way()]
+    }
+
+    /// That step took so long.
+    pub fn took(&mut self, seconds: f32, neighbours: impl Fn(usize) -> [usize; 2]) {
+        const HERE: usize = 1;
+        let Some(ways) = self.trial.took(seconds) else { return };
+        let best = (0..ways.len()).min_by(|&a, &b| ways[a].total_cmp(&ways[b])).expect("there are three");
+        match ways[best] < GAIN * ways[HERE] {
+            true => {
+                self.trial.keep(best);
+                *self = Self::new(self.next(neighbours));
+            }
+            false => self.trial.keep(HERE),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_climb_ends_where_steps_are_fastest() {
+        let neighbours = |at: usize| [at.saturating_sub(1), (at + 1).min(8)];
+        for (first, best) in [(2usize, 3usize), (0, 0), (8, 8), (1, 5), (7, 2)] {
+            let mut climb = Climb::<2, 32>::new(first);
+            for _ in 0..5000 {
+                climb.took(1.0 + climb.next(neighbours).abs_diff(best) as f32 / 20.0, neighbours);
+            }
+            assert_eq!(climb.at, best, "from {first}");
+        }
+        // Where others gain too little, it stays.
+        let mut climb = Climb::<2, 32>::new(3);
+        for _ in 0..5000 {
+            climb.took(1.0 - 0.001 * climb.next(neighbours) as f32, neighbours);
+        }
+        assert_eq!(climb.at, 3);
+    }
 
     const TURNS: usize = 16;
 

@@ -199,11 +199,12 @@ impl Worker<'_> {
     }
 
     /// Waits until `is_true`, which other workers of this dispatch make so. Meanwhile it calls `meanwhile` until that
-    /// returns false.
+    /// returns false. Who waits for long sleeps in between, so as not to hold up a worker whose core was taken away.
     #[inline]
     pub fn wait_doing(&self, is_true: impl Fn() -> bool, mut meanwhile: impl FnMut() -> bool) {
-        /// As long as work is likely to be near.
-        const SPINS: u32 = 1 << 12;
+        /// As long as work is likely to be near: some tens of microseconds, as at a barrier.
+        const SPINS: u32 = 1 << 10;
+        const NAP: Duration = Duration::from_micros(20);
         if is_true() {
             return;
         }
@@ -217,7 +218,7 @@ impl Worker<'_> {
                     std::hint::spin_loop();
                 }
                 if spins > SPINS {
-                    std::thread::yield_now();
+                    std::thread::sleep(NAP);
                 }
             }
         });
@@ -557,6 +558,32 @@ mod tests {
                 count.fetch_add(1, SeqCst);
             });
             assert_eq!(count.load(SeqCst), threads);
+        }
+    }
+
+    #[test]
+    fn a_panic_ends_what_would_wait_for_ever() {
+        for (threads, culprit) in [(3, 0), (3, 2), (19, 8), (19, 18)] {
+            let team = team(threads);
+            for round in 0..3 {
+                let result = catch_unwind(AssertUnwindSafe(|| {
+                    team.run(&|worker| {
+                        if worker.index == culprit {
+                            panic!("round {round}");
+                        }
+                        let mut left = 100;
+                        worker.wait_doing(
+                            || false,
+                            || {
+                                left -= 1;
+                                left > 0
+                            },
+                        );
+                    });
+                }));
+                assert_eq!(*result.unwrap_err().downcast::<String>().unwrap(), format!("round {round}"));
+                team.run(&|worker| worker.barrier());
+            }
         }
     }
 

@@ -89,10 +89,10 @@ fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Rando
 }
 
 fn dims(precision: Precision) -> (usize, usize) {
-    // Rows that do not fill their last tile, where the group size allows.
+    // Rows that do not fill their last tile, and widths that do not fill their last block, where the group size allows.
     match precision.unit() {
-        1 => (76, 40),
-        32 => (160, 96),
+        1 => (76, 168),
+        32 => (160, 352),
         256 => (512, 256),
         _ => (256, 128),
     }

@@ -32,14 +32,14 @@ impl Outbox {
 }
 
 /// Enqueues what brings hidden states and routing there; ids that are in `table`, of so many experts, are left out.
-/// Choices are counted in `used`, unless that is null, and `split` between the CPU and this GPU.
+/// Choices are counted in `used`, unless that is null, and shared out between the CPU and this GPU as `over_link` says.
 pub(super) fn publish(
     cuda: &Cuda,
     outbox: &Outbox,
     input: &LayerInput<'_>,
     (table, experts): (Address<u64>, usize),
     used: Address<u32>,
-    split: kernels::Split,
+    over_link: kernels::OverLink,
 ) {
     let LayerInput { layer, x, routing } = *input;
     let Outbox { down, mailbox: Mailbox { x: h, ids, weights, count, arrived, .. }, .. } = outbox;
@@ -47,7 +47,7 @@ pub(super) fn publish(
     launch!(cuda, &cuda.compute, kernels::publish, [blocks(2 * numbers), 1, 1];
         x.bf16(), routing.ids(), routing.weights(), table, (numbers / 8) as i32, choices as i32, experts as i32,
         h.address().cast(), ids.address(), weights.address(), used, arrived.address(), count.address().add(layer),
-        down.address().add(layer * LINE), split);
+        down.address().add(layer * LINE), over_link);
 }
 
 /// Enqueues the kernel that waits for the sum and adds it; `numbers` elements. It does not wait where `stop` says so.
@@ -101,16 +101,16 @@ impl Handoff {
     }
 
     /// Enqueues what brings hidden states and routing to the host; ids that are in `table` are left out. Choices are
-    /// counted in `used`, and `split` between the CPU and this GPU.
+    /// counted in `used`, and shared out between the CPU and this GPU as `over_link` says.
     pub(super) fn publish(
         &self,
         cuda: &Cuda,
         input: &LayerInput<'_>,
         (table, experts): (Address<u64>, usize),
         used: Address<u32>,
-        split: kernels::Split,
+        over_link: kernels::OverLink,
     ) {
-        publish(cuda, &self.outbox, input, (table, experts), used, split);
+        publish(cuda, &self.outbox, input, (table, experts), used, over_link);
     }
 
     /// Enqueues what brings a guess of the `layer`'s experts to the host, but for those that are in `table`.

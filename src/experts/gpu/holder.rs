@@ -21,11 +21,11 @@ use half::bf16;
 
 use super::epilogue::DeviceEpilogue;
 use super::handoff::{self, Outbox};
+use super::over_link::NOTHING;
 use super::parts::Parts;
 use super::products::{Choices, LayerInput, Products, Sink};
 use super::residents::Residents;
 use super::ring::Crossing;
-use super::split::NO_SPLIT;
 use super::{FEW_TOKENS, Sizes};
 use crate::Result;
 use crate::backend::cuda::Tensor;
@@ -131,7 +131,7 @@ impl Holder {
         (experts, crossing): (usize, Lists),
         used: Address<u32>,
     ) {
-        handoff::publish(cuda, &self.channel.outbox, input, (Address::NULL, experts), used, NO_SPLIT);
+        handoff::publish(cuda, &self.channel.outbox, input, (Address::NULL, experts), used, NOTHING);
         if !cuda.is_recording() {
             self.ask(Job::Layer { layer: input.layer, tokens: input.routing.tokens(), crossing });
         }

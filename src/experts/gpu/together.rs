@@ -28,7 +28,7 @@ pub(super) struct Decider {
     bytes: Vec<u64>, // [layers]: of an expert, of all ranks together
     ways: Vec<Way>,  // to each rank that has one; their devices look there as long as they live
     is_closed: bool, // to one of the ranks there is none: the experts in VRAM stay as they were at the start
-    sent: u64,       // bytes of experts that were sent or read over the link, since the start
+    crossed: u64,    // bytes of experts that were sent, or read over the link, since the start
     read: u64,       // bytes of experts in VRAM that were chosen, since the start
 }
 
@@ -42,7 +42,7 @@ impl Decider {
             bytes: shape.layouts.iter().map(|layout| layout.bytes() as u64).collect(),
             ways: Vec::new(),
             is_closed: false,
-            sent: 0,
+            crossed: 0,
             read: 0,
         }
     }
@@ -66,14 +66,14 @@ impl Decider {
     /// Takes in what was chosen in a layer of so many, and sends experts on their way.
     pub(super) fn chosen(&mut self, (layer, layers): (usize, usize), ids: &[i32]) {
         let choices = LayerChoices { layer, ids, arrived: self.come() };
-        let Self { pool, ways, bytes, sent, read, .. } = self;
+        let Self { pool, ways, bytes, crossed, read, .. } = self;
         let (hits, by_link) = (pool.choices().hits, pool.by_link());
         pool.chosen(choices, |admission| {
-            *sent += bytes[admission.layer];
+            *crossed += bytes[admission.layer];
             ways.iter_mut().for_each(|way| way.send(admission));
         });
         *read += (pool.choices().hits - hits) * bytes[layer];
-        *sent += (pool.by_link() - by_link) * bytes[layer];
+        *crossed += (pool.by_link() - by_link) * bytes[layer];
         if ends_within(layer, layers) {
             ways.iter().for_each(Way::show);
         }
@@ -131,8 +131,8 @@ impl Together {
     pub(super) fn traffic(&self) -> Traffic {
         match self {
             Together::First { decider, .. } => {
-                let Decider { pool, sent, read, .. } = &**decider;
-                Traffic { link: *sent, vram: *read, choices: pool.choices(), ..Traffic::default() }
+                let Decider { pool, crossed, read, .. } = &**decider;
+                Traffic { link: *crossed, vram: *read, choices: pool.choices(), ..Traffic::default() }
             }
             Together::Other { .. } => Traffic::default(),
         }

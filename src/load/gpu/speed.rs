@@ -73,7 +73,6 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     const VRAM_SHARE: f64 = 0.85;
     // Of several GPUs each reads less at a time: what the same step takes longer for each that is added.
     const SHORTER_READS: f64 = 0.06;
-    const HANDOFF_S: f64 = 10e-6;
     const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
     // Sums over several GPUs: of one row, and bytes a second of many.
     const SUM_S: f64 = 4e-6;
@@ -99,7 +98,7 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     for (holder, of) in holders() {
         let chosen = cached(before + holder.experts) - cached(before);
         before += holder.experts;
-        let hop = 2.0 * HANDOFF_S + row_bytes / of.link_bytes;
+        let hop = 2.0 * CostModel::HANDOFF_S + row_bytes / of.link_bytes;
         beside = beside.max(chosen * top_k * work.expert_bytes() / (VRAM_SHARE * of.vram_bytes) + hop);
     }
     if let (Some(speeds), true) = (&rates.speeds, others > 0) {
@@ -178,7 +177,7 @@ mod tests {
     /// Expects what was measured of the first layers of a shape on so many GPUs: tok/s in decode and of a prompt.
     fn check(
         Card(gib, vram_bytes): Card,
-        (ranks, speeds): (usize, Option<CostModel>),
+        (ranks, decode_on, speeds): (usize, DecodeOn, Option<CostModel>),
         (name, layers, resident): (&str, Option<usize>, Option<usize>),
         [decode, prefill]: [f64; 2],
     ) {
@@ -191,7 +190,7 @@ mod tests {
             free_bytes: gib << 30,
         };
         let model = shapes::shape(name, layers).unwrap();
-        let config = EngineConfig { resident_experts: resident, ..EngineConfig::default() };
+        let config = EngineConfig { resident_experts: resident, decode: decode_on, ..EngineConfig::default() };
         let spec = Spec::new(&model, &config, Kept::NOTHING).unwrap().on(ranks);
         let machine = crate::load::machine(&config, &crate::machine::topology::Topology::read()).unwrap();
         let machine = crate::load::Machine { available_bytes: 64 << 30, ..machine };
@@ -208,14 +207,17 @@ mod tests {
     /// One H200 beside 16 cores.
     #[test]
     fn what_was_measured_is_expected() {
-        let speeds = CostModel { cpu_bytes: 0.9 * 137e9, cpu_products: 1.5e12, pcie_bytes: 55e9 };
-        for (name, resident, measured) in [
-            ("qwen3-30b-a3b", None, [497.0, 52_900.0]),
-            ("qwen3-30b-a3b", Some(0), [98.0, 30_100.0]),
-            ("deepseek-v2-lite", None, [573.0, 86_300.0]),
-            ("deepseek-v2-lite", Some(0), [143.0, 59_800.0]),
+        for (name, layers, resident, decode_on, read_bytes, measured) in [
+            ("qwen3-30b-a3b", None, None, DecodeOn::Auto, 137e9, [497.0, 52_900.0]),
+            ("qwen3-30b-a3b", None, Some(0), DecodeOn::Cpu, 137e9, [98.0, 30_100.0]),
+            ("qwen3-30b-a3b", Some(24), Some(0), DecodeOn::Auto, 126e9, [239.0, 59_900.0]),
+            ("deepseek-v2-lite", None, None, DecodeOn::Auto, 137e9, [573.0, 86_300.0]),
+            ("deepseek-v2-lite", None, Some(0), DecodeOn::Cpu, 137e9, [143.0, 59_800.0]),
+            ("deepseek-v2-lite", None, Some(0), DecodeOn::Auto, 195e9, [194.0, 59_800.0]),
         ] {
-            check(Card(140, 4.15e12), (1, Some(speeds)), (name, None, resident), measured);
+            let cpu_bytes = CostModel::CPU_SHARE * read_bytes;
+            let speeds = CostModel { cpu_bytes, cpu_products: 1.5e12, pcie_bytes: 55e9 };
+            check(Card(140, 4.15e12), (1, decode_on, Some(speeds)), (name, layers, resident), measured);
         }
     }
 
@@ -230,7 +232,7 @@ mod tests {
             ("deepseek-v2-lite", None, [[479.0, 84_000.0], [621.0, 119_900.0], [723.0, 169_600.0]]),
         ] {
             for (ranks, measured) in [1, 2, 4].into_iter().zip(measured) {
-                check(Card(78, 2.92e12), (ranks, None), (name, layers, None), measured);
+                check(Card(78, 2.92e12), (ranks, DecodeOn::Auto, None), (name, layers, None), measured);
             }
         }
     }

@@ -19,10 +19,11 @@ impl Cut {
     /// The last runs are a 32nd of a worker's share.
     pub const DEFAULT: Cut = Cut { levels: 6, halvings: 1 };
 
-    /// The same without levels whose runs would be empty, where each worker's share is `share`: to claim nothing takes as
-    /// long as to claim something.
+    /// The same without levels of runs below one, where each worker's share is `share`: to claim nothing takes as long
+    /// as to claim something.
     fn of_share(self, share: usize) -> Cut {
-        Cut { levels: self.levels.min(1 + share.max(1).ilog2() / self.halvings), ..self }
+        let halvings = share.next_power_of_two().ilog2();
+        Cut { levels: self.levels.min(1 + halvings.div_ceil(self.halvings.max(1))), ..self }
     }
 
     /// Where run `run` of `0..total` begins, where `workers` share it.
@@ -89,7 +90,7 @@ impl Claims {
 
     /// The next run of `0..total`, possibly empty, where `workers` share it; `None`: all is taken.
     pub fn next(&self, claimant: &mut Claimant, cut: Cut, workers: usize, total: usize) -> Option<Range<usize>> {
-        let (cut, groups) = (cut.of_share(total / workers), workers.div_ceil(GROUP).min(GROUPS));
+        let (cut, groups) = (cut.of_share(total.div_ceil(workers)), workers.div_ceil(GROUP).min(GROUPS));
         let own = ((claimant.own % workers + 1) * groups - 1) / workers;
         while claimant.taken < groups {
             let group = (own + claimant.taken) % groups;

@@ -8,7 +8,7 @@
 use std::sync::PoisonError;
 
 use super::Team;
-use crate::machine::trial::Trial;
+use crate::machine::trial::Climb;
 
 /// Rows of a pass up to which reading weights takes longer than arithmetic with them.
 const FEW_ROWS: usize = 8;
@@ -16,44 +16,21 @@ const FEW_ROWS: usize = 8;
 /// Parts of a team that are compared.
 const PARTS: [(usize, usize); 6] = [(1, 8), (1, 4), (3, 8), (1, 2), (3, 4), (1, 1)];
 
-/// Another number of workers must take so much less time.
-const GAIN: f32 = 0.98;
-
 /// Numbers of workers of a team of `all` that are compared, ascending; some may be equal.
 pub fn sizes_of(all: usize) -> [usize; PARTS.len()] {
     PARTS.map(|(part, of)| (all * part).div_ceil(of))
 }
 
-/// How many workers passes of one number of rows have.
-#[derive(Clone, Copy)]
-struct Crew {
-    size: usize,            // an index into `sizes_of`
-    trial: Trial<3, 12, 8>, // less, as many, and more
+/// The next smaller and the next larger one than `workers`.
+fn neighbours(workers: usize, all: usize) -> [usize; 2] {
+    let sizes = sizes_of(all).into_iter();
+    let below = sizes.clone().rfind(|&size| size < workers);
+    let above = sizes.clone().find(|&size| size > workers);
+    [below, above].map(|size| size.unwrap_or(workers))
 }
 
-impl Crew {
-    fn new(workers: usize, all: usize) -> Self {
-        let size = sizes_of(all).partition_point(|&size| size < workers).min(PARTS.len() - 1);
-        Self { size, trial: Trial::default() }
-    }
-
-    /// The index of the next pass.
-    fn next(&self) -> usize {
-        (self.size + self.trial.way()).saturating_sub(1).min(PARTS.len() - 1)
-    }
-
-    /// That pass took so long.
-    fn took(&mut self, seconds: f32) {
-        const AS_NOW: usize = 1;
-        let Some(ways) = self.trial.took(seconds) else { return };
-        let best = (0..ways.len()).min_by(|&a, &b| ways[a].total_cmp(&ways[b])).expect("there are three");
-        let moves = best != AS_NOW && ways[best] < GAIN * ways[AS_NOW];
-        self.trial.keep(if moves { best } else { AS_NOW });
-        if moves {
-            *self = Self { size: self.next(), trial: Trial::default() };
-        }
-    }
-}
+/// How many workers passes of one number of rows have: each as long as other trials of a step take to come round.
+type Crew = Climb<12, 8>;
 
 /// The crews of passes of few rows while they are tried.
 #[derive(Clone, Copy)]
@@ -91,7 +68,7 @@ impl Team {
     /// Lets passes of few rows try other crews from now on, as [`took`](Team::took) tells.
     pub fn try_crews(&self) {
         let mut roster = self.roster.lock().unwrap_or_else(PoisonError::into_inner);
-        roster.tried = Some(Tried([Crew::new(roster.crews.few, self.seats.len()); FEW_ROWS]));
+        roster.tried = Some(Tried([Crew::new(roster.crews.few); FEW_ROWS]));
     }
 
     /// Lets those take part in the next dispatches that a pass of `rows` rows wants.
@@ -100,7 +77,7 @@ impl Team {
         let Crews { few, many, .. } = roster.crews;
         let tried = roster.tried.as_ref().and_then(|Tried(crews)| crews.get(rows.wrapping_sub(1)));
         let workers = match tried {
-            Some(crew) => sizes_of(self.seats.len())[crew.next()],
+            Some(crew) => crew.next(|workers| neighbours(workers, self.seats.len())),
             None if rows <= FEW_ROWS => few,
             None => many,
         };
@@ -113,7 +90,7 @@ impl Team {
         if let Some(Tried(crews)) = &mut roster.tried
             && let Some(crew) = crews.get_mut(rows.wrapping_sub(1))
         {
-            crew.took(seconds);
+            crew.took(seconds, |workers| neighbours(workers, self.seats.len()));
         }
     }
 }
@@ -152,16 +129,10 @@ mod tests {
     }
 
     #[test]
-    fn crews_go_where_passes_are_fastest() {
-        for (first, best) in [(16, 8), (2, 16), (12, 12), (6, 2), (16, 16)] {
-            let mut crew = Crew::new(first, 16);
-            assert_eq!(sizes_of(16)[crew.size], first);
-            let best = sizes_of(16).iter().position(|&size| size == best).unwrap();
-            for _ in 0..20_000 {
-                crew.took(1.0 + crew.next().abs_diff(best) as f32 / 10.0);
-            }
-            assert_eq!(crew.size, best, "from {first}");
-        }
+    fn numbers_of_workers_have_neighbours() {
+        assert_eq!([16, 12, 2].map(|n| neighbours(n, 16)), [[12, 16], [8, 16], [2, 4]]);
+        assert_eq!([1, 2, 4].map(|n| neighbours(n, 4)), [[1, 2], [1, 3], [3, 4]]);
+        assert_eq!(neighbours(1, 1), [1, 1]);
     }
 
     #[test]
@@ -171,17 +142,18 @@ mod tests {
         let mut seen = Vec::new();
         let mut pass = |rows: usize| {
             team.fit(rows);
-            team.run(&|_| ());
+            // Who has not gone to sleep yet when it is wanted again comes a dispatch later.
+            team.run(&|_| std::thread::sleep(std::time::Duration::from_micros(200)));
             seen.push(team.working());
             team.took(rows, 1.0);
         };
         (0..40).for_each(|_| pass(1));
         team.try_crews();
-        (0..40).for_each(|_| pass(1));
-        (0..3).for_each(|_| pass(9));
+        (0..200).for_each(|_| pass(1));
+        (0..20).for_each(|_| pass(9));
         assert!(seen[..40].iter().all(|&working| working == 2));
-        assert!([2, 3].iter().all(|n| seen[40..80].contains(n)), "{seen:?}");
-        assert_eq!(seen[82], 4);
+        assert!([1, 2, 3].iter().all(|n| seen[40..240].contains(n)) && !seen[40..240].contains(&4), "{seen:?}");
+        assert!(seen[240..].contains(&4), "{seen:?}");
     }
 
     #[test]

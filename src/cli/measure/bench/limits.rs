@@ -6,7 +6,7 @@ use crate::model::{LayerConfig, ModelConfig};
 /// Bytes and operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PassWork {
-    /// Bytes that cores read of RAM.
+    /// Bytes of RAM that cores read; what crosses the link is not among them.
     pub(super) ram: f64,
     /// Bytes that cross PCIe.
     pub(super) link: f64,

@@ -2,13 +2,13 @@
 //! where they lie, in pinned memory.
 //!
 //! ```text
-//! before a pass   the share that goes over the link is brought to the device, by the number of the pass's tokens
-//! in a pass       publish (kernels/handoff.cu) tells those from the CPU's: both sides know in the same moment
-//! after it        its time is compared with that of other shares (`machine/trial.rs`)
+//! before a pass   what goes over the link, in eighths, is brought to the device, for each number of tokens
+//! in a pass       publish (kernels/handoff.cu) chooses the experts: both sides know them in the same moment
+//! after it        its time is compared with that of more and fewer eighths (`machine/trial.rs`)
 //! ```
 //!
 //! Nothing waits behind these reads: the hand-over's polls begin when they have ended. How fast both sides are together
-//! depends on whether the link or the cores are what bounds reading, so shares are tried, not reckoned.
+//! depends on whether the link or the cores bound reading. So the eighths are tried, not reckoned.
 
 use std::sync::Arc;
 
@@ -17,14 +17,12 @@ use super::parts::Parts;
 use super::products::Choices;
 use super::residents::Residents;
 use crate::Result;
-use crate::cuda::kernels::handoff::EIGHTHS;
+use crate::cuda::kernels::handoff::{CHOICES_OVER_LINK, EIGHTHS};
 use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer, kernels};
+use crate::experts::by_link;
 use crate::experts::cost::CostModel;
 use crate::experts::residency::{Move, Place, Residency};
-use crate::machine::trial::Trial;
-
-/// Another share must take so much less time.
-const GAIN: f32 = 0.99;
+use crate::machine::trial::Climb;
 
 /// Beside the experts in RAM that it wants, a layer takes about as long as so many experts do on the CPU.
 const OTHER_WORK: usize = 2;
@@ -35,7 +33,7 @@ pub(super) struct Buffers {
     reach: DeviceBuffer<u64>,   // [layers, experts]: where the device reads them; 0: it must not
     staged: PinnedBuffer<u64>,  // the same
     eighths: DeviceBuffer<u32>, // [FEW_TOKENS]: of passes of 1 token, 2, ..
-    shares: PinnedBuffer<u32>,  // the same
+    numbers: PinnedBuffer<u32>, // the same
 }
 
 impl Buffers {
@@ -45,51 +43,53 @@ impl Buffers {
             reach: DeviceBuffer::new(cuda, layers * experts)?,
             staged: PinnedBuffer::new(cuda, layers * experts)?,
             eighths: DeviceBuffer::new(cuda, FEW_TOKENS)?,
-            shares: PinnedBuffer::new(cuda, FEW_TOKENS)?,
+            numbers: PinnedBuffer::new(cuda, FEW_TOKENS)?,
         })
     }
 }
 
 /// How the experts in RAM are shared out in decode.
-pub(super) struct Split {
+pub(super) struct OverLink {
     experts: usize,
     buffers: Buffers,
-    host: Vec<u64>,              // [layers, experts]: where the device sees them in RAM
-    is_whole: Vec<bool>,         // [layers, experts]: the checksum held
-    shares: [Share; FEW_TOKENS], // of passes of 1 token, 2, ..
-    is_new: bool,                // something is to be brought to the device
+    host: Vec<u64>,                 // [layers, experts]: where the device sees them in RAM
+    checked: Vec<bool>,             // [layers, experts]: the checksum held
+    eighths: [Eighths; FEW_TOKENS], // of passes of 1 token, 2, ..
+    is_new: bool,                   // something is to be brought to the device
 }
 
-/// What goes over the link.
+/// What goes over the link of the experts in RAM that a layer wants.
 #[derive(Clone, Copy)]
-struct Share {
-    eighths: u32,
-    trial: Trial<3, 2, 32>, // less, as much, and more
+struct Eighths {
+    wanted: usize, // in the mean, rounded up
+    climb: Climb<2, 32>,
 }
 
-impl Share {
+impl Eighths {
+    /// The next fewer and the next more by which another number of experts goes.
+    fn neighbours(wanted: usize) -> impl Fn(usize) -> [usize; 2] {
+        move |at| {
+            let here = by_link(wanted, at as u32);
+            let below = (0..at).rfind(|&eighths| by_link(wanted, eighths as u32) < here);
+            let above = (at..=EIGHTHS).find(|&eighths| by_link(wanted, eighths as u32) > here);
+            [below, above].map(|eighths| eighths.unwrap_or(at))
+        }
+    }
+
     /// Of the next pass.
     fn next(&self) -> u32 {
-        (self.eighths + self.trial.way() as u32).saturating_sub(1).min(EIGHTHS as u32)
+        self.climb.next(Self::neighbours(self.wanted)) as u32
     }
 
     /// That pass took so long.
     fn took(&mut self, seconds: f32) {
-        const AS_NOW: usize = 1;
-        let Some(ways) = self.trial.took(seconds) else { return };
-        let best = (0..ways.len()).min_by(|&a, &b| ways[a].total_cmp(&ways[b])).expect("there are three");
-        let moves = best != AS_NOW && ways[best] < GAIN * ways[AS_NOW];
-        self.trial.keep(if moves { best } else { AS_NOW });
-        if moves {
-            self.eighths = self.next();
-            self.trial = Trial::default();
-        }
+        self.climb.took(seconds, Self::neighbours(self.wanted));
     }
 }
 
-impl Split {
-    /// Where every expert lies in one piece of pinned memory, of one GPU: `None` elsewhere. A layer wants so many
-    /// experts in RAM for a token, in the mean.
+impl OverLink {
+    /// For layers that want so many experts in RAM for a token, in the mean. `None`: this GPU has a part of every
+    /// expert, or an expert is not one piece of pinned memory.
     pub(super) fn new(parts: &Parts, buffers: Buffers, costs: &CostModel, wanted: f64) -> Option<Self> {
         let shape = parts.shape();
         if !parts.share().is_whole() || !parts.are_for_kernels() {
@@ -98,35 +98,34 @@ impl Split {
         let mut host = Vec::with_capacity(shape.layers() * shape.experts);
         for (layer, layout) in shape.layouts.iter().enumerate() {
             for expert in 0..shape.experts {
-                let mut whole = None;
+                let mut place = None;
                 parts.each(layer, expert, |_, runs| {
                     let from = parts.for_kernels(&runs, Address::NULL).map(|run| run.from);
-                    whole = from.filter(|_| runs.bytes == layout.bytes());
+                    place = from.filter(|_| runs.bytes == layout.bytes());
                 });
-                host.push(whole?);
+                host.push(place?);
             }
         }
         let layout = shape.layouts[shape.layers() / 2]; // stands for all
-        let (by_link, _) = costs.in_decode(wanted, layout.bytes() as f64);
-        let eighths = (EIGHTHS as f64 * by_link as f64 / wanted.max(1.0)).round() as u32;
+        let (best, _) = costs.in_decode(wanted, layout.bytes() as f64);
+        let first = (EIGHTHS as f64 * best as f64 / wanted.max(1.0)).round() as usize;
+        let of_tokens = |tokens: usize| Eighths {
+            wanted: (tokens as f64 * wanted).ceil() as usize,
+            climb: Climb::new(first.min(EIGHTHS)),
+        };
         Some(Self {
             experts: shape.experts,
             buffers,
-            is_whole: vec![false; host.len()],
+            checked: vec![false; host.len()],
             host,
-            shares: [Share { eighths, trial: Trial::default() }; FEW_TOKENS],
+            eighths: std::array::from_fn(|i| of_tokens(1 + i)),
             is_new: true,
         })
     }
 
-    /// Whether a pass of so many tokens is shared out.
-    pub(super) fn is_for(tokens: usize) -> bool {
-        tokens <= FEW_TOKENS
-    }
-
     /// An expert's bytes are what they should be, here and in VRAM.
     pub(super) fn is_checked(&mut self, index: usize, residents: &Residents, residency: &Residency) {
-        self.is_whole[index] = true;
+        self.checked[index] = true;
         self.place(index / self.experts, (index % self.experts) as u16, residents, residency);
     }
 
@@ -134,7 +133,7 @@ impl Split {
         let index = layer * self.experts + expert as usize;
         self.buffers.staged[index] = match residency.place(layer, expert) {
             Place::Vram(slot) => residents.address(slot).to_u64(),
-            Place::Ram if self.is_whole[index] => self.host[index],
+            Place::Ram if self.checked[index] => self.host[index],
             Place::Ram | Place::OnHolder => 0,
         };
         self.is_new = true;
@@ -149,36 +148,37 @@ impl Split {
 
     /// Brings what has changed to the device, before the next pass in the compute stream.
     pub(super) fn bring(&mut self, cuda: &Cuda) {
-        let Self { buffers, shares, is_new, .. } = self;
+        let Self { buffers, eighths, is_new, .. } = self;
+        let mut changed = *is_new;
         if std::mem::take(is_new) {
             cuda.upload(&cuda.compute, buffers.reach.address(), &buffers.staged);
         }
-        let mut changed = false;
-        for (to, share) in buffers.shares.iter_mut().zip(shares) {
-            changed |= *to != share.next();
-            *to = share.next();
+        for (to, eighths) in buffers.numbers.iter_mut().zip(eighths) {
+            changed |= *to != eighths.next();
+            *to = eighths.next();
         }
         if changed {
-            cuda.upload(&cuda.compute, buffers.eighths.address(), &buffers.shares);
+            cuda.upload(&cuda.compute, buffers.eighths.address(), &buffers.numbers);
         }
     }
 
     /// What goes over the link in the next pass of so many tokens.
     pub(super) fn eighths(&self, tokens: usize) -> u32 {
-        self.shares.get(tokens.wrapping_sub(1)).map_or(0, Share::next)
+        self.eighths.get(tokens.wrapping_sub(1)).map_or(0, Eighths::next)
     }
 
     /// A pass of so many tokens, whose layers wanted so many experts in RAM, took so long.
     pub(super) fn took(&mut self, tokens: usize, (layers, wanted): (usize, usize), seconds: f32) {
-        if let Some(share) = self.shares.get_mut(tokens.wrapping_sub(1)) {
-            share.took(seconds / (OTHER_WORK * layers + wanted) as f32);
+        if let Some(eighths) = self.eighths.get_mut(tokens.wrapping_sub(1)) {
+            eighths.took(seconds / (OTHER_WORK * layers + wanted) as f32);
         }
     }
 
     /// What `publish` is given in a pass of so many tokens.
-    pub(super) fn of_layer(&self, layer: usize, tokens: usize) -> kernels::Split {
+    pub(super) fn of_layer(&self, layer: usize, tokens: usize) -> kernels::OverLink {
         let Buffers { own, eighths, .. } = &self.buffers;
-        kernels::Split {
+        assert!(own.len() <= CHOICES_OVER_LINK && (1..=FEW_TOKENS).contains(&tokens), "what kernels have room for");
+        kernels::OverLink {
             reach: self.table(layer),
             eighths: eighths.address().add(tokens - 1),
             own: own.address(),
@@ -198,31 +198,31 @@ impl Split {
 }
 
 /// Nothing is read over the link.
-pub(super) const NO_SPLIT: kernels::Split =
-    kernels::Split { reach: Address::NULL, eighths: Address::NULL, own: Address::NULL, tokens: 0 };
+pub(super) const NOTHING: kernels::OverLink =
+    kernels::OverLink { reach: Address::NULL, eighths: Address::NULL, own: Address::NULL, tokens: 0 };
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::kernels::handoff;
+    use crate::experts::pool;
 
     #[test]
-    fn shares_go_where_steps_are_fastest() {
-        for (first, best) in [(2u32, 3u32), (0, 0), (8, 8), (1, 5), (7, 2)] {
-            let mut share = Share { eighths: first, trial: Trial::default() };
-            for _ in 0..5000 {
-                assert!(share.next() <= EIGHTHS as u32);
-                share.took(1.0 + share.next().abs_diff(best) as f32 / 20.0);
-            }
-            assert_eq!(share.eighths, best, "from {first}");
-        }
+    fn neighbours_bring_another_number_of_experts() {
+        let neighbours = |wanted, at| Eighths::neighbours(wanted)(at);
+        assert_eq!([neighbours(8, 2), neighbours(8, 0), neighbours(8, 8)], [[1, 3], [0, 1], [7, 8]]);
+        // 0 0 0 1 1 1 1 2 2, and 0 1 1 2 3 4 4 5 6.
+        assert_eq!([neighbours(2, 0), neighbours(2, 4), neighbours(2, 8)], [[0, 3], [2, 7], [6, 8]]);
+        assert_eq!([neighbours(6, 1), neighbours(6, 2)], [[0, 3], [0, 3]]);
+        assert_eq!(neighbours(0, 3), [3, 3]);
     }
 
     #[test]
-    fn a_share_stays_where_others_gain_nothing() {
-        let mut share = Share { eighths: 3, trial: Trial::default() };
-        for _ in 0..3000 {
-            share.took(1.0 - 0.001 * share.next() as f32);
+    fn both_sides_count_alike() {
+        assert_eq!(pool::BY_LINK as usize, handoff::BY_LINK);
+        for (n, eighths) in (0..40).flat_map(|n| (0..=EIGHTHS).map(move |eighths| (n, eighths))) {
+            let on_device = (n * eighths + handoff::ROUND_UP) / EIGHTHS;
+            assert_eq!(by_link(n, eighths as u32), on_device);
         }
-        assert_eq!(share.eighths, 3);
     }
 }
