@@ -61,7 +61,6 @@ pub struct CpuExperts {
     memory: Arc<ExpertMemory>,
     epilogue: Epilogue,
     claims: Vec<[Claims; 2]>, // [nodes], of each phase
-    progress: Progress,       // of the submitted layer
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
     bytes_read: u64,
@@ -78,6 +77,7 @@ pub struct Buffers {
     news: Vec<usize>,     // those for which that was seen since `newly_checked`
     active: Vec<Active>,  // of the submitted layer
     in_gate: Vec<Active>, // the same in the order of `gate`, where some were foreseen
+    progress: Progress,   // of the submitted layer
     foresight: Foresight,
     counts: Vec<usize>,     // [experts]
     pair_tokens: Vec<u32>,  // [pairs], sorted by expert
@@ -112,6 +112,7 @@ impl Buffers {
         news.clear();
         Ok(Self {
             in_gate,
+            progress: Progress::new(heap, experts, shape.intermediate()),
             news,
             foresight: Foresight::new(heap, experts)?,
             checked: heap.zeros(&[layers, experts])?,
@@ -140,7 +141,6 @@ impl CpuExperts {
     ) -> Result<Self> {
         let shape = memory.shape();
         let mut buffers = Buffers::new(heap, kernel, &shape, team.threads(), pairs)?;
-        let progress = Progress::new(heap, shape.experts, shape.intermediate());
         if memory.is_copy() {
             buffers.checked.fill(true);
             buffers.news.extend(0..buffers.checked.len());
@@ -153,7 +153,6 @@ impl CpuExperts {
             was_foreseen: false,
             tuning: Tuning::default(),
             claims: (0..memory.nodes()).map(|_| Default::default()).collect(),
-            progress,
             memory,
             epilogue: Epilogue::default(),
             team,
@@ -368,7 +367,7 @@ impl CpuExperts {
         let pairs = self.buffers.active[self.buffers.active.len() - 1].pairs.1;
         self.claims.iter_mut().flatten().for_each(Claims::reset);
         let of_tile = if layout.kind() == ExpertKind::Ungated { 2 * TILE_ROWS } else { TILE_ROWS };
-        self.progress.begin(self.buffers.active.len(), layout.down.k, of_tile);
+        self.buffers.progress.begin(self.buffers.active.len(), layout.down.k, of_tile);
         let work = LayerWork {
             memory: &self.memory,
             layer: self.layer,
@@ -382,7 +381,7 @@ impl CpuExperts {
             kernel: self.kernel,
             layout,
             work,
-            progress: &self.progress,
+            progress: &self.buffers.progress,
             epilogue: &self.epilogue,
             pair_tokens: &self.buffers.pair_tokens[..pairs],
             pair_weights: &self.buffers.pair_weights[..pairs],

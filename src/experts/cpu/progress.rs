@@ -30,6 +30,7 @@ impl Progress {
     pub(super) fn new(heap: &Heap, experts: usize, width: usize) -> Self {
         let lines = width.div_ceil(BLOCK).div_ceil(COUNTS);
         heap.count::<Line<AtomicU32>>(&[experts, lines + 1]);
+        let experts = if heap.is_plan() { 0 } else { experts };
         Self {
             lines,
             tiles: (0..experts * lines).map(|_| Line::default()).collect(),
