@@ -240,12 +240,6 @@ impl CpuExperts {
         }
     }
 
-    /// Who computes them.
-    #[cfg(feature = "cuda")]
-    pub(super) fn team(&self) -> &Team {
-        &self.team
-    }
-
     /// Where the experts are.
     pub fn memory(&self) -> &Arc<ExpertMemory> {
         &self.memory

@@ -617,7 +617,6 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         }
         let seconds = begun.elapsed().as_secs_f32();
         self.cpu.end_step(tokens, seconds);
-        self.cpu.team().took(tokens, seconds);
         if let Some(over_link) = &mut self.over_link {
             let wanted = (decider.pool.choices().misses - misses) as usize;
             over_link.took(tokens, (layers, wanted), seconds);

@@ -112,6 +112,7 @@ impl CpuExperts {
 
     /// It has ended, after so many seconds.
     pub(in crate::experts) fn end_step(&mut self, tokens: usize, seconds: f32) {
+        self.team.took(tokens, seconds);
         let Foresight { trials, gains, .. } = &mut self.buffers.foresight;
         let Some(trial) = trials.get_mut(tokens.wrapping_sub(1)) else { return };
         if let Some([without, with]) = trial.took(seconds) {

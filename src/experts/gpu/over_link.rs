@@ -154,8 +154,8 @@ impl OverLink {
             cuda.upload(&cuda.compute, buffers.reach.address(), &buffers.staged);
         }
         for (to, eighths) in buffers.numbers.iter_mut().zip(eighths) {
-            changed |= *to != eighths.next();
-            *to = eighths.next();
+            let next = eighths.next();
+            changed |= std::mem::replace(to, next) != next;
         }
         if changed {
             cuda.upload(&cuda.compute, buffers.eighths.address(), &buffers.numbers);
