@@ -24,10 +24,14 @@
 constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = 512,
               DOWN_WARPS = DOWN_THREADS / WARP, MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_PAIRS = VECTORS * MAX_TOP_K;
 
-// Units of a warp that are on their way to registers at a time: few, so that the kernels behind fit beside these.
-template <Format F> struct Depth {
-    static constexpr int GATE_UP = is_row(F) ? Unit<F>::DEPTH : Unit<F>::DEPTH * 4 / 8,
-                         DOWN = is_row(F) ? Unit<F>::DEPTH + 1 : Unit<F>::DEPTH * 4 / 8;
+// Units of a warp that are on their way to registers at a time, and blocks of gate_up to a multiprocessor: warps that
+// unpack hide what others wait for. On an H200 three blocks are faster wherever registers suffice for them.
+template <Format F> struct Few {
+    static constexpr int GATE_UP_DEPTH = is_row(F) ? 2 : Unit<F>::DEPTH * 4 / 8,
+                         DOWN_DEPTH = is_row(F) ? Unit<F>::DEPTH + (F != Q2_K) : Unit<F>::DEPTH * 4 / 8;
+    static constexpr bool IS_LONG =
+        F == Q2_K || F == Q3_K || F == Q5_K || F == IQ1_M || F == IQ2_XS || F == IQ2_S || F == IQ3_S;
+    static constexpr int GATE_UP_BLOCKS = is_row(F) && (IS_LONG || !ON_HOPPER(true, false)) ? 2 : 3;
 };
 
 // The pairs of one expert that a block computes: the first VECTORS of them from `pair` on, none if that is not the
@@ -80,12 +84,12 @@ __device__ __forceinline__ void gate_up(const int* ids, const float* weights, co
     const uint32_t tile_bytes = tile_bytes_of<F>(hidden, packing).all;
     const uint8_t *tiles = expert + (size_t)2 * blockIdx.x * tile_bytes, *tile = tiles + warp % 2 * tile_bytes;
     const bf16* row = own.of_input < 0 ? nullptr : x + (size_t)(own.of_input / top_k) * hidden;
-    float sum[1][4] = {};
+    float sum[1][4];
     constexpr int STEP = GATE_UP_WARPS / 2;
     const int first = warp / 2;
     gemv_units<F, 1, DEPTH, true>(
-        TileWalk<STEP>{tile, first}, units_of(div_ceil(hidden, UNIT), first, STEP), hidden, packing,
-        [&](int n, int) { return Input{row, first + n * STEP}; }, [] {}, inputs[warp], own.count > 1, sum);
+        TileUnits<F, STEP, DEPTH>(tile, first, hidden, packing), units_of(div_ceil(hidden, UNIT), first, STEP), hidden,
+        packing, [&](int n, int) { return Input{row, first + n * STEP}; }, [] {}, inputs[warp], own.count > 1, sum);
     if (lane < WARP / 2) {
 #pragma unroll
         for (int r = 0; r < 4; r++) part[warp][vector_of_sum()][lane / 4 * 4 + r] = sum[0][r];
@@ -183,30 +187,37 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     const bf16* rows = h + first_pair * intermediate;
     const int units = div_ceil(intermediate, UNIT);
     const bool several = here > 1;
-    // Units of all experts, one behind the other, are dealt out.
-    struct Walk {
+    // Of the units of all experts, one behind the other, a warp has those from `first` on.
+    struct ExpertUnits {
         const uint64_t* expert;
         const size_t tile_at;
-        const int units, experts, rest;
+        const int units, k, group_shift, count;
+        const uint32_t codes;
         int u;
         const uint8_t* tile;
-        __device__ __forceinline__ void next() {
-            expert += experts, u += rest;
-            if (u >= units) expert++, u -= units;
+        __device__ __forceinline__ void load(Unit<F>& unit, int) {
+            load_unit<F>(unit, tile, u, k, group_shift, codes);
+            if (++u < units) return;
+            u = 0, expert++;
             look();
         }
         __device__ __forceinline__ void look() { tile = reinterpret_cast<const uint8_t*>(*expert + tile_at); }
+        __device__ __forceinline__ void next() {}
     };
-    Walk walk{chosen.expert + warp / units, tile_at, units, DOWN_WARPS / units, DOWN_WARPS % units, warp % units};
+    const int all = count * units, first = all * warp / DOWN_WARPS, own = all * (warp + 1) / DOWN_WARPS - first;
+    ExpertUnits walk{chosen.expert + first / units, tile_at, units, intermediate,
+        packing.group ? 31 - __clz(packing.group) : 0, own, tile_bytes_of<F>(intermediate, packing).scales,
+        first % units};
     walk.look();
+    const float one = 1.0f / units;
     auto x_of = [&](int n, int) {
-        const int i = warp + n * DOWN_WARPS, c = i / units;
+        // By the middle of the unit: far from the next expert, whatever is rounded.
+        const int i = first + n, c = (int)((i + 0.5f) * one);
         const uint8_t pair = chosen.pair[c][several ? vector_of_input() : 0];
         return Input{pair == Chosen::NOBODY ? nullptr : rows + (size_t)pair * intermediate, i - c * units};
     };
-    float sum[1][4] = {};
-    gemv_units<F, 1, DEPTH, true>(walk, units_of(count * units, warp, DOWN_WARPS), intermediate, packing, x_of,
-        begin_kernel, inputs[warp], several, sum);
+    float sum[1][4];
+    gemv_units<F, 1, DEPTH, true>(walk, own, intermediate, packing, x_of, begin_kernel, inputs[warp], several, sum);
     if (lane < WARP / 2) {
 #pragma unroll
         for (int r = 0; r < 4; r++) part[warp][vector_of_sum()][lane / 4 * 4 + r] = sum[0][r];
@@ -238,12 +249,13 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         int intermediate, int down_at, int num_experts, int top_k, const __grid_constant__ Packing packing,            \
         const __grid_constant__ Epilogue epilogue, int over, const __grid_constant__ RankSum ranks
 #define GEMV(format, F)                                                                                                \
-    KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, 0, EXPERTS_GATE_UP_ARGUMENTS) {                             \
-        gate_up<F, Depth<F>::GATE_UP>(                                                                                 \
+    KERNEL_BLOCKS(                                                                                                     \
+        experts_gate_up_gemv_##format, GATE_UP_THREADS, Few<F>::GATE_UP_BLOCKS, 0, EXPERTS_GATE_UP_ARGUMENTS) {        \
+        gate_up<F, Few<F>::GATE_UP_DEPTH>(                                                                             \
             ids, weights, experts, x, h, hidden, intermediate, packing, num_experts, top_k, epilogue);                 \
     }                                                                                                                  \
     KERNEL(experts_down_gemv_##format, DOWN_THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                      \
-        down<F, Depth<F>::DOWN>(ids, weights, experts, h, out, tokens, hidden, intermediate, packing, down_at,         \
+        down<F, Few<F>::DOWN_DEPTH>(ids, weights, experts, h, out, tokens, hidden, intermediate, packing, down_at,     \
             num_experts, top_k, epilogue, over, ranks);                                                                \
     }
 PACKED_FORMATS(GEMV)

@@ -333,7 +333,9 @@ __device__ __forceinline__ void unpack_and_multiply_stages(
     for (int i = 0; i < 2; i++) // past the last tile it stands in
         from[i] = a.matrix(piece) + (size_t)min(own_tile<S>(piece) + i, a.tiles - 1) * bytes.all;
     RowUnit units[2];
-    auto load = [&](int i, int s) { load_row_unit<F, 1>(units[i], from[i], s, a.k, group_shift, bytes.scales); };
+    auto load = [&](int i, int s) {
+        load_row_unit<F, 1>(units[i], row_place<F, 1>(from[i], s, a.k, group_shift, bytes.scales));
+    };
     load(0, 0), load(1, 0);
     int before = -1;
 #pragma unroll 1

@@ -130,16 +130,12 @@ __device__ __forceinline__ void load_units(RowUnit (&units)[2], const RowBand& b
     const int tile = threadIdx.x / WARP * 2;
     with_row(format, [&](auto f) {
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            load_row_unit<decltype(f)::value, 1>(units[i],
-                band.weights + (size_t)min(tile + i, band.tiles - 1) * band.bytes.all, stage, band.k, band.group_shift,
-                band.bytes.scales);
+        for (int i = 0; i < 2; i++) {
+            constexpr Format F = decltype(f)::value;
+            const uint8_t* from = band.weights + (size_t)min(tile + i, band.tiles - 1) * band.bytes.all;
+            load_row_unit<F, 1>(units[i], row_place<F, 1>(from, stage, band.k, band.group_shift, band.bytes.scales));
+        }
     });
-}
-
-// A scale, and an offset that takes back what row_number adds.
-template <Format F> __device__ __forceinline__ float2 for_numbers(float2 scale) {
-    return make_float2(scale.x, scale.y - RowOf<F>::NUMBER_BIAS * scale.x);
 }
 
 // The weights of a lane in a unit, scaled and rounded once: of rows 4q .. 4q + 3 its 8 inputs.

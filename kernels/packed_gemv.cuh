@@ -39,7 +39,7 @@ template <Format F>
 __device__ __forceinline__ void load_unit(
     Unit<F>& unit, const uint8_t* tile, int u, int k, int group_shift, uint32_t codes) {
     if constexpr (is_row(F)) {
-        load_row_unit<F, Unit<F>::PARTS>(unit, tile, u, k, group_shift, codes);
+        load_row_unit<F, Unit<F>::PARTS>(unit, row_place<F, Unit<F>::PARTS>(tile, u, k, group_shift, codes));
     } else {
         // Beyond k the last block stands in: its inputs are zero.
         const uint32_t lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4,
@@ -56,7 +56,8 @@ __device__ __forceinline__ void load_unit(
     }
 }
 
-// Rows 4q + 2 half and the next as left operands, not scaled; codes of INT4 have 136 too much.
+// Rows 4q + 2 half and the next as left operands, not scaled; codes of INT4 have 136 too much, those of rows with
+// offsets NUMBER_BIAS.
 template <Format F>
 __device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, const uint32_t* grid, uint32_t (&a)[2][4]) {
     if constexpr (is_row(F)) {
@@ -66,7 +67,8 @@ __device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, cons
             row_codes<F>(unit, 2 * half + row, grid, four);
 #pragma unroll
             for (int m = 0; m < 2; m++)
-                a[m][row] = row_pair<F>(four[m], false), a[m][row + 2] = row_pair<F>(four[m], true);
+                a[m][row] = row_pair<F, !Unit<F>::OFFSETS>(four[m], false),
+                a[m][row + 2] = row_pair<F, !Unit<F>::OFFSETS>(four[m], true);
         }
     } else {
         uint2 raw[Unit<F>::LOADS];
@@ -77,11 +79,13 @@ __device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, cons
     }
 }
 
-// sum[set][r] += (row 4q + r of the unit) . inputs[set]
+// What a lane adds up for its rows 4q .. 4q + 3: products with the inputs of both blocks, of which its own will count.
+using UnitSums = float[4][2];
+
+// sum[set][r][b] += (row 4q + r of the unit) . inputs[set] of block b
 template <Format F, int SETS>
 __device__ __forceinline__ void multiply_unit(
-    const Unit<F>& unit, const uint4 (&inputs)[SETS], bool f16, const uint32_t* grid, float (&sum)[SETS][4]) {
-    const bool second_block = threadIdx.x % WARP >= WARP / 2;
+    const Unit<F>& unit, const uint4 (&inputs)[SETS], bool f16, const uint32_t* grid, UnitSums (&sum)[SETS]) {
     constexpr int PARTS = Unit<F>::PARTS;
     constexpr bool OFFSETS = Unit<F>::OFFSETS;
     float2 scale[PARTS][4]; // and offset
@@ -130,12 +134,13 @@ __device__ __forceinline__ void multiply_unit(
                 if constexpr (F == INT4) c[0] = c[2] = -136.0f * all[s][0][0], c[1] = c[3] = -136.0f * all[s][0][1];
                 mma_bf16(c, a[0], first);
                 mma_bf16(c, a[1], second);
-                sum[s][2 * half] += scale[part][2 * half].x * (second_block ? c[1] : c[0]);
-                sum[s][2 * half + 1] += scale[part][2 * half + 1].x * (second_block ? c[3] : c[2]);
-                if constexpr (OFFSETS) {
-                    const float here = second_block ? all[s][part][1] : all[s][part][0];
-                    sum[s][2 * half] += scale[part][2 * half].y * here;
-                    sum[s][2 * half + 1] += scale[part][2 * half + 1].y * here;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float2 by = scale[part][2 * half + i / 2];
+                    if constexpr (OFFSETS) by = for_numbers<F>(by);
+                    float& to = sum[s][2 * half + i / 2][i % 2];
+                    to += by.x * c[i];
+                    if constexpr (OFFSETS) to += by.y * all[s][part][i % 2];
                 }
             }
     }
@@ -152,37 +157,106 @@ __device__ __forceinline__ uint4 load_input(const Input& of, int k) {
     return of.x && at < k ? *reinterpret_cast<const uint4*>(of.x + at) : make_uint4(0, 0, 0, 0);
 }
 
-// The sums of a warp over `count` units, DEPTH of them on their way at a time. `walk` is at the first one's tile and
-// number in it (u), and next() goes on. x_of(n, set): of the n-th one this lane's vector of a set of VECTORS. Unless
-// there are `several` vectors, all lanes have the same. ready() is called once, when the first weights are on their way
-// and before any x is read. All warps of the block come here. SHARED: inputs go through `inputs` of the warp,
-// [SETS][DEPTH][WARP] in shared memory; else L1 has them soon, as many blocks read the same.
-template <Format F, int SETS, int DEPTH, bool SHARED, class Walk, class X, class Ready>
-__device__ __forceinline__ void gemv_units(Walk walk, int count, int k, const Packing& packing, X x_of, Ready ready,
+// Of `units`, those that warp `first` of `step` has.
+__device__ __forceinline__ int units_of(int units, int first, int step) {
+    return max(0, (units - first + step - 1) / step);
+}
+
+// What gemv_units reads, DEPTH units at a time: load(unit, d) brings the d-th of them, next() goes on to those behind.
+// `count`: units in which a lane has a block; inputs of the others are zero.
+//
+// Here they are every STEP-th unit of a tile from `first` on. A step is of whole groups and super-blocks, so that a
+// lane goes on by as many bytes each time.
+template <Format F, int STEP, int DEPTH, bool ROW = is_row(F)> struct TileUnits {
+    static_assert(STEP * UNIT % 128 == 0, "groups have up to 128 inputs");
+    static constexpr int STEP_BYTES = STEP * UNIT / K_BLOCK * Lines<F>::PER_BLOCK * LINE_BYTES;
+    const uint8_t *lines, *scales; // this lane's
+    uint32_t scales_step = 0;
+    int count;
+
+    __device__ __forceinline__ TileUnits(const uint8_t* tile, int first, int k, const Packing& packing) {
+        const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, block = 2 * first + g / 4;
+        lines = tile + tile_bytes_of<F>(k, packing).scales +
+            (g % 4 * 16 + (block * Lines<F>::PER_BLOCK + t * Unit<F>::LOADS) * LINE_BYTES);
+        scales = tile + g % 4 * 8;
+        if (F != BF16) {
+            const int shift = 31 - __clz(packing.group / K_BLOCK);
+            scales += (block >> shift) * 32, scales_step = (STEP * UNIT / K_BLOCK >> shift) * 32;
+        }
+        count = units_of((div_ceil(k, K_BLOCK) + 1 - g / 4) / 2, first, STEP);
+    }
+    __device__ __forceinline__ void load(Unit<F>& unit, int d) {
+#pragma unroll
+        for (int i = 0; i < Unit<F>::LOADS; i++)
+            unit.lines[i] = load_streaming(reinterpret_cast<const uint4*>(lines + d * STEP_BYTES + i * LINE_BYTES));
+        if constexpr (F != BF16) {
+            unit.scales = __ldg(reinterpret_cast<const uint2*>(scales));
+            scales += scales_step;
+        }
+    }
+    __device__ __forceinline__ void next() { lines += DEPTH * STEP_BYTES; }
+};
+template <Format F, int STEP, int DEPTH> struct TileUnits<F, STEP, DEPTH, true> {
+    using R = RowOf<F>;
+    static constexpr int PARTS = Unit<F>::PARTS, INPUTS = STEP * UNIT, SUPER_BLOCKS = INPUTS / R::SUPER_BLOCK,
+                         LINES_STEP = (INPUTS / K_BLOCK * R::LINES + SUPER_BLOCKS * R::MORE_LINES) * LINE_BYTES;
+    static_assert(INPUTS % R::SUPER_BLOCK == 0, "super-blocks");
+    RowPlace<F> at;
+    uint32_t scales_step;
+    int count;
+
+    __device__ __forceinline__ TileUnits(const uint8_t* tile, int first, int k, const Packing& packing) {
+        const int shift = packing.group ? 31 - __clz(packing.group) : 0;
+        at = row_place<F, PARTS>(tile, first, k, shift, tile_bytes_of<F>(k, packing).scales);
+        if constexpr (R::HAS_SUPER_BLOCKS)
+            scales_step = SUPER_BLOCKS * R::SUPER_BYTES;
+        else if constexpr (R::ROW.group != 0)
+            scales_step = INPUTS / R::ROW.group * R::RECORD;
+        else
+            scales_step = (INPUTS >> shift) * R::RECORD;
+        count = units_of((k / K_BLOCK + 1 - threadIdx.x % WARP / (WARP / 2)) / 2, first, STEP);
+    }
+    __device__ __forceinline__ void load(Unit<F>& unit, int d) const {
+        load_row_unit<F, PARTS>(unit, at, d * LINES_STEP, d * scales_step);
+    }
+    __device__ __forceinline__ void next() {
+#pragma unroll
+        for (const uint8_t*& lines : at.lines) lines += DEPTH * LINES_STEP;
+        at.record += DEPTH * scales_step;
+        if (R::HAS_SUPER_BLOCKS) at.head += DEPTH * scales_step;
+    }
+};
+
+// The sums of a warp over `count` units, DEPTH of them on their way at a time. x_of(n, set): of the n-th one this
+// lane's vector of a set of VECTORS. Unless there are `several` vectors, all lanes have the same. ready() is called
+// once, when the first weights are on their way and before any x is read. All warps of the block come here. SHARED:
+// inputs go through `inputs` of the warp, [SETS][DEPTH][WARP] in shared memory; else L1 has them soon, as many blocks
+// read the same.
+template <Format F, int SETS, int DEPTH, bool SHARED, class Units, class X, class Ready>
+__device__ __forceinline__ void gemv_units(Units units, int count, int k, const Packing& packing, X x_of, Ready ready,
     uint4* inputs, bool several, float (&sum)[SETS][4]) {
     constexpr int GRID_WORDS = Unit<F>::GRID_WORDS;
     __shared__ uint32_t grid[GRID_WORDS ? GRID_WORDS : 1];
     copy_grid(grid, packing.grid, GRID_WORDS);
-    const int lane = threadIdx.x % WARP, group_shift = packing.group ? 31 - __clz(packing.group) : 0;
+    const int lane = threadIdx.x % WARP;
     const bool f16 = (is_row(F) || Lines<F>::F16_SCALES) && packing.f16;
-    const uint32_t codes = tile_bytes_of<F>(k, packing).scales;
-    Unit<F> unit[DEPTH];
-    auto load = [&](int d) {
-        load_unit<F>(unit[d], walk.tile, walk.u, k, group_shift, codes);
-        walk.next();
-    };
+    Unit<F> unit[DEPTH] = {};
 #pragma unroll
     for (int d = 0; d < DEPTH; d++)
-        if (d < count) load(d);
+        if (d < units.count) units.load(unit[d], d);
+    units.next();
     ready();
     if (GRID_WORDS) __syncthreads();
 
     // Inputs go through shared memory: read where they are used, each unit's would wait for those of the one before. Of
     // several vectors a lane brings what it needs itself, of one what all need: then there is room for more units.
-    const int stride = several ? WARP : EIGHTS, room = DEPTH * WARP / stride, own = lane % stride;
-    uint4* here = inputs;
-    for (int n = 0; n < count;) {
-        if (SHARED && n % room == 0) {
+    constexpr int RUNS = WARP / EIGHTS;
+    const int stride = several ? WARP : EIGHTS, room = several ? DEPTH : RUNS * DEPTH, own = lane % stride;
+    const uint4* here = inputs;
+    UnitSums both[SETS] = {};
+#pragma unroll 1
+    for (int n = 0, run = 0; n < count; n += DEPTH) {
+        if (SHARED && run == 0) {
             __syncwarp();
 #pragma unroll 1
             for (int i = lane / stride; i < room && n + i < count; i += WARP / stride)
@@ -198,33 +272,26 @@ __device__ __forceinline__ void gemv_units(Walk walk, int count, int k, const Pa
             __syncwarp();
             here = inputs + own;
         }
+        run = several || run + 1 == RUNS ? 0 : run + 1;
+        const int left = count - n, behind = units.count - n - DEPTH;
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            if (n >= count) break;
+            if (d >= left) break;
             uint4 eight[SETS];
 #pragma unroll
-            for (int s = 0; s < SETS; s++) eight[s] = SHARED ? here[s * DEPTH * WARP] : load_input(x_of(n, s), k);
-            multiply_unit<F, SETS>(unit[d], eight, f16, grid, sum);
-            here += stride;
-            if (n + DEPTH < count) load(d);
-            n++;
+            for (int s = 0; s < SETS; s++)
+                eight[s] = SHARED ? here[s * DEPTH * WARP + d * stride] : load_input(x_of(n + d, s), k);
+            multiply_unit<F, SETS>(unit[d], eight, f16, grid, both);
+            if (d < behind) units.load(unit[d], d);
         }
+        here += DEPTH * stride;
+        units.next();
     }
-    // Both blocks' lanes.
 #pragma unroll
     for (int s = 0; s < SETS; s++)
 #pragma unroll
-        for (int r = 0; r < 4; r++) sum[s][r] += __shfl_xor_sync(ALL_LANES, sum[s][r], 16);
+        for (int r = 0; r < 4; r++) {
+            const float own = lane < WARP / 2 ? both[s][r][0] : both[s][r][1];
+            sum[s][r] = own + __shfl_xor_sync(ALL_LANES, own, WARP / 2);
+        }
 }
-
-// Of `units`, those that warp `first` of `step` has.
-__device__ __forceinline__ int units_of(int units, int first, int step) {
-    return max(0, (units - first + step - 1) / step);
-}
-
-// Every `step`-th unit of one tile.
-template <int STEP> struct TileWalk {
-    const uint8_t* tile;
-    int u;
-    __device__ __forceinline__ void next() { u += STEP; }
-};

@@ -63,9 +63,10 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
         const int token = VECTORS * s + vector_of_input();
         return Input{token < tokens ? x + (size_t)token * x_pitch : nullptr, warp + n * GEMV_WARPS};
     };
-    float sum[SETS][4] = {};
-    gemv_units<F, SETS, DEPTH, false>(TileWalk<GEMV_WARPS>{tile, warp}, units_of(div_ceil(k, UNIT), warp, GEMV_WARPS),
-        k, Packing{nullptr, F, group, 0}, x_of, begin_kernel, nullptr, true, sum);
+    const Packing packing{nullptr, F, group, 0};
+    float sum[SETS][4];
+    gemv_units<F, SETS, DEPTH, false>(TileUnits<F, GEMV_WARPS, DEPTH>(tile, warp, k, packing),
+        units_of(div_ceil(k, UNIT), warp, GEMV_WARPS), k, packing, x_of, begin_kernel, nullptr, true, sum);
     if (lane < 16) {
 #pragma unroll
         for (int s = 0; s < SETS; s++)

@@ -125,20 +125,22 @@ __device__ __forceinline__ uint32_t of_row(const uint4& of, int r) {
     return r == 0 ? of.x : r == 1 ? of.y : r == 2 ? of.z : of.w;
 }
 
-// Unit `u` of a tile, whose codes begin at `codes`. Beyond k the last block stands in: its inputs are zero. Of groups
-// of 16 those of PARTS = 1 are the lane's own.
-template <Format F, int PARTS>
-__device__ __forceinline__ void load_row_unit(
-    RowUnit& unit, const uint8_t* tile, int u, int k, int group_shift, uint32_t codes) {
-    using R = RowOf<F>;
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, q = g % 4,
-              block = min(2 * u + g / 4, k / K_BLOCK - 1);
-    unit.block = block;
-    auto word = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint32_t*>(from)); };
-    auto words2 = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint2*>(from)); };
-    auto words4 = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); };
+// Where a lane reads a unit.
+template <Format F> struct RowPlace {
+    const uint8_t *lines[RowOf<F>::LOADS], *head, *record;
+    int block;
+};
 
-    const int super = block / R::BLOCKS, within = block % R::BLOCKS;
+// Of unit `u` of a tile, whose codes begin at `codes`. Beyond k the last block stands in: its inputs are zero. Of
+// groups of 16 those of PARTS = 1 are the lane's own.
+template <Format F, int PARTS>
+__device__ __forceinline__ RowPlace<F> row_place(const uint8_t* tile, int u, int k, int group_shift, uint32_t codes) {
+    using R = RowOf<F>;
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, q = g % 4;
+    const uint32_t block = min((uint32_t)(2 * u + g / 4), (uint32_t)k / K_BLOCK - 1);
+    RowPlace<F> at;
+    at.block = block;
+    const uint32_t super = block / R::BLOCKS, within = block % R::BLOCKS;
     const uint8_t* lines = tile + codes + (size_t)(block * R::LINES + super * R::MORE_LINES) * LINE_BYTES + q * 16;
 #pragma unroll
     for (int i = 0; i < R::LOADS; i++) {
@@ -157,13 +159,32 @@ __device__ __forceinline__ void load_row_unit(
             line = t / 2 * 3 + (i == 0 ? t % 2 : 2);
         else // the last of an odd number is of one bit
             line = i == 0 ? t / (R::ROW.bits < 4 ? 2 : 1) : R::LINES - 1;
-        unit.lines[i] = load_streaming(reinterpret_cast<const uint4*>(lines + line * LINE_BYTES));
+        at.lines[i] = lines + line * LINE_BYTES;
     }
+    const uint32_t group = R::ROW.group == 16 ? 2 * block : R::ROW.group == 32 ? block : block * K_BLOCK >> group_shift;
+    at.head = tile, at.record = tile + R::HEAD + group * R::RECORD;
+    if constexpr (R::HAS_SUPER_BLOCKS) {
+        at.head += (size_t)super * R::SUPER_BYTES;
+        at.record = at.head + R::HEAD + group % (uint32_t)R::GROUPS * R::RECORD;
+    }
+    if (PARTS < R::PARTS) at.record += t / 2 * R::RECORD;
+    return at;
+}
 
-    const int group = R::ROW.group == 16 ? 2 * block : R::ROW.group == 32 ? block : block * K_BLOCK >> group_shift;
-    const uint8_t* head = tile + (R::HAS_SUPER_BLOCKS ? (size_t)super * R::SUPER_BYTES : 0);
-    const uint8_t* record = head + R::HEAD + (R::HAS_SUPER_BLOCKS ? group % R::GROUPS : group) * R::RECORD;
-    if (PARTS < R::PARTS) record += t / 2 * R::RECORD;
+// What lies so many bytes of lines and of scales behind a place, whole super-blocks if there are any.
+template <Format F, int PARTS>
+__device__ __forceinline__ void load_row_unit(
+    RowUnit& unit, const RowPlace<F>& at, uint32_t lines_on = 0, uint32_t scales_on = 0) {
+    using R = RowOf<F>;
+    const int q = threadIdx.x % WARP / 4 % 4;
+    auto word = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint32_t*>(from)); };
+    auto words2 = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint2*>(from)); };
+    auto words4 = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); };
+    unit.block = at.block;
+#pragma unroll
+    for (int i = 0; i < R::LOADS; i++)
+        unit.lines[i] = load_streaming(reinterpret_cast<const uint4*>(at.lines[i] + lines_on));
+    const uint8_t *head = at.head + (R::HAS_SUPER_BLOCKS ? scales_on : 0), *record = at.record + scales_on;
     uint2 low = make_uint2(0, 0), high = make_uint2(0, 0);
     if constexpr (R::HAS_SUPER_BLOCKS) {
         low = words2(head + q * 8);
@@ -174,7 +195,7 @@ __device__ __forceinline__ void load_row_unit(
         if (R::ROW.scales == ZEROS) high.x = word(record + 32 + q * 4);
     }
     unit.head = R::ROW.scales == WIDE ? words4(record + q * 16)
-        : R::ROW.scales == OF_ROW     ? words4(tile + q * 16)
+        : R::ROW.scales == OF_ROW     ? words4(head + q * 16)
                                       : make_uint4(low.x, low.y, high.x, high.y);
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
@@ -377,16 +398,20 @@ __device__ __forceinline__ void row_codes(const RowUnit& unit, int r, const uint
     }
 }
 
-// Two codes of row_codes as bf16 numbers, exact: the first or the last ones of four.
-template <Format F> __device__ __forceinline__ uint32_t row_pair(uint32_t four, bool last) {
+// Two codes of row_codes as bf16 numbers: the first or the last ones of four. Integers have NUMBER_BIAS more unless
+// EXACT.
+template <Format F, bool EXACT = true> __device__ __forceinline__ uint32_t row_pair(uint32_t four, bool last) {
     constexpr Codes CODES = RowOf<F>::ROW.codes;
+    static_assert(EXACT || CODES == INTEGERS, "bytes below 128");
     if constexpr (CODES == OF_E4M3) {
         const uint32_t above = __byte_perm(four, 0, last ? 0x3424 : 0x1404); // each the upper byte of its half
         return fma_bf16x2((above & 0x80008000u) | (above >> 4 & 0x07f007f0u), 0x7b807b80u, 0x80008000u);
+    } else if constexpr (CODES == OF_IQ4) {
+        return int8_pair(four, last);
     } else {
-        if constexpr (CODES == OF_IQ4) return int8_pair(four, last);
+        const uint32_t above = __byte_perm(four, 0x43u, last ? 0x4342 : 0x4140);
         constexpr uint32_t MINUS_BIAS = 0xc300 + RowOf<F>::BIAS; // and 128
-        return fma_bf16x2(__byte_perm(four, 0x43u, last ? 0x4342 : 0x4140), 0x3f803f80u, MINUS_BIAS * 0x10001);
+        return EXACT ? fma_bf16x2(above, 0x3f803f80u, MINUS_BIAS * 0x10001) : above;
     }
 }
 
@@ -402,6 +427,11 @@ template <Format F> __device__ __forceinline__ float row_number(const uint32_t (
     } else {
         return byte_above<128>(of, i % 4);
     }
+}
+
+// A scale, and an offset that takes back NUMBER_BIAS.
+template <Format F> __device__ __forceinline__ float2 for_numbers(float2 scale) {
+    return make_float2(scale.x, scale.y - RowOf<F>::NUMBER_BIAS * scale.x);
 }
 
 // Calls act(Constant<F>) of the format of a launch.
