@@ -24,14 +24,19 @@
 constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = 512,
               DOWN_WARPS = DOWN_THREADS / WARP, MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_PAIRS = VECTORS * MAX_TOP_K;
 
+constexpr int least(int a, int b) { return a < b ? a : b; }
+
 // Units of a warp that are on their way to registers at a time, and blocks of gate_up to a multiprocessor: warps that
-// unpack hide what others wait for. On an H200 three blocks are faster wherever registers suffice for them.
-template <Format F> struct Few {
-    static constexpr int GATE_UP_DEPTH = is_row(F) ? 2 : Unit<F>::DEPTH * 4 / 8,
-                         DOWN_DEPTH = is_row(F) ? Unit<F>::DEPTH + (F != Q2_K) : Unit<F>::DEPTH * 4 / 8;
-    static constexpr bool IS_LONG =
-        F == Q2_K || F == Q3_K || F == Q5_K || F == IQ1_M || F == IQ2_XS || F == IQ2_S || F == IQ3_S;
-    static constexpr int GATE_UP_BLOCKS = is_row(F) && (IS_LONG || !ON_HOPPER(true, false)) ? 2 : 3;
+// unpack hide what others wait for, as far as registers suffice. Measured on an H200; elsewhere rows spilled with
+// three.
+template <Format F> struct Occupancy {
+    static constexpr int GATE_UP_BLOCKS = Unit<F>::IS_LARGE || (is_row(F) && !ON_HOPPER(true, false)) ? 2 : 3;
+    static constexpr int GATE_UP_DEPTH = !is_row(F) ? Unit<F>::DEPTH * 4 / 8
+        : Unit<F>::IS_LARGE                         ? least(Unit<F>::DEPTH, 3)
+                                                    : 2;
+    static constexpr int DOWN_DEPTH = !is_row(F) ? Unit<F>::DEPTH * 4 / 8
+        : Unit<F>::IS_LARGE                      ? least(Unit<F>::DEPTH + 1, 4)
+                                                 : Unit<F>::DEPTH + 1;
 };
 
 // The pairs of one expert that a block computes: the first VECTORS of them from `pair` on, none if that is not the
@@ -117,9 +122,9 @@ __device__ __forceinline__ void gate_up(const int* ids, const float* weights, co
 // The experts that are here and up to VECTORS tokens chose, each once, in the order of the pairs.
 struct Chosen {
     static constexpr uint8_t NOBODY = 255;
-    uint64_t expert[MAX_PAIRS + DOWN_WARPS]; // its address; what is behind is read for nothing
-    uint8_t pair[MAX_PAIRS][VECTORS];        // that of each token, or NOBODY
-    int id[MAX_PAIRS];                       // of each pair, -1 if it is not here
+    uint64_t expert[MAX_PAIRS + 1];   // its address; one behind is read for nothing
+    uint8_t pair[MAX_PAIRS][VECTORS]; // that of each token, or NOBODY
+    int id[MAX_PAIRS];                // of each pair, -1 if it is not here
     uint32_t firsts[MAX_PAIRS / WARP];
 };
 
@@ -191,12 +196,12 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     struct ExpertUnits {
         const uint64_t* expert;
         const size_t tile_at;
-        const int units, k, group_shift, count;
+        const int units, k, shift, count;
         const uint32_t codes;
         int u;
         const uint8_t* tile;
         __device__ __forceinline__ void load(Unit<F>& unit, int) {
-            load_unit<F>(unit, tile, u, k, group_shift, codes);
+            load_unit<F>(unit, unit_place<F>(tile, u, k, shift, codes));
             if (++u < units) return;
             u = 0, expert++;
             look();
@@ -205,19 +210,18 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         __device__ __forceinline__ void next() {}
     };
     const int all = count * units, first = all * warp / DOWN_WARPS, own = all * (warp + 1) / DOWN_WARPS - first;
-    ExpertUnits walk{chosen.expert + first / units, tile_at, units, intermediate,
-        packing.group ? 31 - __clz(packing.group) : 0, own, tile_bytes_of<F>(intermediate, packing).scales,
-        first % units};
-    walk.look();
-    const float one = 1.0f / units;
+    ExpertUnits of_warp{chosen.expert + first / units, tile_at, units, intermediate, group_shift(packing), own,
+        tile_bytes_of<F>(intermediate, packing).scales, first % units, nullptr};
+    of_warp.look();
+    const float per_unit = 1.0f / units;
     auto x_of = [&](int n, int) {
         // By the middle of the unit: far from the next expert, whatever is rounded.
-        const int i = first + n, c = (int)((i + 0.5f) * one);
+        const int i = first + n, c = (int)((i + 0.5f) * per_unit);
         const uint8_t pair = chosen.pair[c][several ? vector_of_input() : 0];
         return Input{pair == Chosen::NOBODY ? nullptr : rows + (size_t)pair * intermediate, i - c * units};
     };
     float sum[1][4];
-    gemv_units<F, 1, DEPTH, true>(walk, own, intermediate, packing, x_of, begin_kernel, inputs[warp], several, sum);
+    gemv_units<F, 1, DEPTH, true>(of_warp, own, intermediate, packing, x_of, begin_kernel, inputs[warp], several, sum);
     if (lane < WARP / 2) {
 #pragma unroll
         for (int r = 0; r < 4; r++) part[warp][vector_of_sum()][lane / 4 * 4 + r] = sum[0][r];
@@ -250,12 +254,12 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         const __grid_constant__ Epilogue epilogue, int over, const __grid_constant__ RankSum ranks
 #define GEMV(format, F)                                                                                                \
     KERNEL_BLOCKS(                                                                                                     \
-        experts_gate_up_gemv_##format, GATE_UP_THREADS, Few<F>::GATE_UP_BLOCKS, 0, EXPERTS_GATE_UP_ARGUMENTS) {        \
-        gate_up<F, Few<F>::GATE_UP_DEPTH>(                                                                             \
+        experts_gate_up_gemv_##format, GATE_UP_THREADS, Occupancy<F>::GATE_UP_BLOCKS, 0, EXPERTS_GATE_UP_ARGUMENTS) {  \
+        gate_up<F, Occupancy<F>::GATE_UP_DEPTH>(                                                                       \
             ids, weights, experts, x, h, hidden, intermediate, packing, num_experts, top_k, epilogue);                 \
     }                                                                                                                  \
     KERNEL(experts_down_gemv_##format, DOWN_THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                      \
-        down<F, Few<F>::DOWN_DEPTH>(ids, weights, experts, h, out, tokens, hidden, intermediate, packing, down_at,     \
-            num_experts, top_k, epilogue, over, ranks);                                                                \
+        down<F, Occupancy<F>::DOWN_DEPTH>(ids, weights, experts, h, out, tokens, hidden, intermediate, packing,        \
+            down_at, num_experts, top_k, epilogue, over, ranks);                                                       \
     }
 PACKED_FORMATS(GEMV)

@@ -22,7 +22,8 @@ template <Format F, bool ROW = is_row(F)> struct Unit {
     static constexpr int LOADS = Lines<F>::PER_LANE;
     static constexpr int DEPTH = 8 / LOADS; // of a warp on their way at a time: as many as registers allow
     static constexpr int PARTS = 1, GRID_WORDS = 0;
-    static constexpr bool OFFSETS = false;
+    static constexpr bool OFFSETS = false, IS_LARGE = false;
+    static constexpr int LINES_OF_256 = 256 / K_BLOCK * Lines<F>::PER_BLOCK * LINE_BYTES; // bytes for as many inputs
     uint4 lines[LOADS];
     uint2 scales; // of the four rows
 };
@@ -32,27 +33,48 @@ template <Format F> struct Unit<F, true> : RowUnit {
     // Groups of 16 are two of a block: lanes t = 0, 1 and 2, 3 bring their inputs.
     static constexpr int PARTS = R::PARTS, GRID_WORDS = R::GRID_WORDS;
     static constexpr bool OFFSETS = R::ROW.offsets;
+    static constexpr int LINES_OF_256 = (R::BLOCKS * R::LINES + R::MORE_LINES) * LINE_BYTES;
+    // What is made of it takes many registers. Q6_K does as well, but is faster with fewer, and 8 bytes elsewhere.
+    static constexpr bool IS_LARGE =
+        F != Q6_K && (PARTS == 2 || R::LOADS == 3 || (R::ROW.scales == COUNTED && R::LOADS == 2));
 };
 
-// This lane's part of unit `u` of a tile.
+__device__ __forceinline__ int group_shift(const Packing& packing) {
+    return packing.group ? 31 - __clz(packing.group) : 0;
+}
+
+// Where a lane reads unit `u` of a tile, whose codes begin at `codes`. Beyond k the last block stands in: its inputs
+// are zero.
+template <Format F> struct LinePlace {
+    const uint8_t *lines, *scales;
+
+    __device__ __forceinline__ void go_on(uint32_t lines_on, uint32_t scales_on) {
+        lines += lines_on, scales += scales_on;
+    }
+};
 template <Format F>
-__device__ __forceinline__ void load_unit(
-    Unit<F>& unit, const uint8_t* tile, int u, int k, int group_shift, uint32_t codes) {
+__device__ __forceinline__ auto unit_place(const uint8_t* tile, int u, int k, int shift, uint32_t codes) {
     if constexpr (is_row(F)) {
-        load_row_unit<F, Unit<F>::PARTS>(unit, row_place<F, Unit<F>::PARTS>(tile, u, k, group_shift, codes));
+        return row_place<F, Unit<F>::PARTS>(tile, u, k, shift, codes);
     } else {
-        // Beyond k the last block stands in: its inputs are zero.
         const uint32_t lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4,
                        block = min(2 * u + g / 4, (uint32_t)(k - 1) / K_BLOCK);
-        const uint8_t* from = tile +
-            (block * (Lines<F>::PER_BLOCK * LINE_BYTES) + (codes + g % 4 * 16 + t * (Unit<F>::LOADS * LINE_BYTES)));
+        const uint32_t lines =
+            block * (Lines<F>::PER_BLOCK * LINE_BYTES) + (codes + g % 4 * 16 + t * (Unit<F>::LOADS * LINE_BYTES));
+        return LinePlace<F>{tile + lines, tile + ((block * K_BLOCK >> shift) * 32 + g % 4 * 8)};
+    }
+}
+// What lies so many bytes of lines and of scales behind a place.
+template <Format F, class Place>
+__device__ __forceinline__ void load_unit(
+    Unit<F>& unit, const Place& at, uint32_t lines_on = 0, uint32_t scales_on = 0) {
+    if constexpr (is_row(F)) {
+        load_row_unit<F, Unit<F>::PARTS>(unit, at, lines_on, scales_on);
+    } else {
 #pragma unroll
         for (int i = 0; i < Unit<F>::LOADS; i++)
-            unit.lines[i] = load_streaming(reinterpret_cast<const uint4*>(from + i * LINE_BYTES));
-        if constexpr (F != BF16) {
-            const uint8_t* scales = tile + ((block * K_BLOCK >> group_shift) * 32 + g % 4 * 8);
-            unit.scales = __ldg(reinterpret_cast<const uint2*>(scales));
-        }
+            unit.lines[i] = load_streaming(reinterpret_cast<const uint4*>(at.lines + lines_on + i * LINE_BYTES));
+        if constexpr (F != BF16) unit.scales = __ldg(reinterpret_cast<const uint2*>(at.scales + scales_on));
     }
 }
 
@@ -79,7 +101,8 @@ __device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, cons
     }
 }
 
-// What a lane adds up for its rows 4q .. 4q + 3: products with the inputs of both blocks, of which its own will count.
+// What a lane adds up for its rows 4q .. 4q + 3: products with the inputs of both blocks. Its own count; they are
+// chosen once, at the end.
 using UnitSums = float[4][2];
 
 // sum[set][r][b] += (row 4q + r of the unit) . inputs[set] of block b
@@ -162,69 +185,41 @@ __device__ __forceinline__ int units_of(int units, int first, int step) {
     return max(0, (units - first + step - 1) / step);
 }
 
-// What gemv_units reads, DEPTH units at a time: load(unit, d) brings the d-th of them, next() goes on to those behind.
-// `count`: units in which a lane has a block; inputs of the others are zero.
+// What gemv_units reads, DEPTH units at a time: load(unit, d) brings the d-th of them, in their order, next() goes on
+// to those behind. `count`: units in which a lane has a block; inputs of the others are zero.
 //
 // Here they are every STEP-th unit of a tile from `first` on. A step is of whole groups and super-blocks, so that a
 // lane goes on by as many bytes each time.
-template <Format F, int STEP, int DEPTH, bool ROW = is_row(F)> struct TileUnits {
-    static_assert(STEP * UNIT % 128 == 0, "groups have up to 128 inputs");
-    static constexpr int STEP_BYTES = STEP * UNIT / K_BLOCK * Lines<F>::PER_BLOCK * LINE_BYTES;
-    const uint8_t *lines, *scales; // this lane's
+template <Format F, int STEP, int DEPTH> struct TileUnits {
+    static constexpr int INPUTS = STEP * UNIT;
+    static_assert(INPUTS % 256 == 0, "super-blocks have 256 inputs, groups up to 128");
+    static constexpr int LINES_STEP = INPUTS / 256 * Unit<F>::LINES_OF_256;
+    decltype(unit_place<F>(nullptr, 0, 0, 0, 0)) at;
     uint32_t scales_step = 0;
     int count;
 
-    __device__ __forceinline__ TileUnits(const uint8_t* tile, int first, int k, const Packing& packing) {
-        const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, block = 2 * first + g / 4;
-        lines = tile + tile_bytes_of<F>(k, packing).scales +
-            (g % 4 * 16 + (block * Lines<F>::PER_BLOCK + t * Unit<F>::LOADS) * LINE_BYTES);
-        scales = tile + g % 4 * 8;
-        if (F != BF16) {
-            const int shift = 31 - __clz(packing.group / K_BLOCK);
-            scales += (block >> shift) * 32, scales_step = (STEP * UNIT / K_BLOCK >> shift) * 32;
+    __device__ __forceinline__ TileUnits(const uint8_t* tile, int first, int k, const Packing& packing)
+        : at(unit_place<F>(tile, first, k, group_shift(packing), tile_bytes_of<F>(k, packing).scales)) {
+        if constexpr (is_row(F)) {
+            using R = RowOf<F>;
+            if constexpr (R::HAS_SUPER_BLOCKS)
+                scales_step = INPUTS / R::SUPER_BLOCK * R::SUPER_BYTES;
+            else if constexpr (R::ROW.group != 0)
+                scales_step = INPUTS / R::ROW.group * R::RECORD;
+            else
+                scales_step = (INPUTS >> group_shift(packing)) * R::RECORD;
+        } else if (F != BF16) {
+            scales_step = (INPUTS >> group_shift(packing)) * 32;
         }
-        count = units_of((div_ceil(k, K_BLOCK) + 1 - g / 4) / 2, first, STEP);
+        const int blocks = div_ceil(k, K_BLOCK), of_second = threadIdx.x % WARP / (WARP / 2);
+        count = units_of((blocks + 1 - of_second) / 2, first, STEP);
     }
     __device__ __forceinline__ void load(Unit<F>& unit, int d) {
-#pragma unroll
-        for (int i = 0; i < Unit<F>::LOADS; i++)
-            unit.lines[i] = load_streaming(reinterpret_cast<const uint4*>(lines + d * STEP_BYTES + i * LINE_BYTES));
-        if constexpr (F != BF16) {
-            unit.scales = __ldg(reinterpret_cast<const uint2*>(scales));
-            scales += scales_step;
-        }
+        load_unit<F>(unit, at, d * LINES_STEP, is_row(F) ? d * scales_step : 0);
+        // A step that is not known when this is compiled: sums cost less than products.
+        if (!is_row(F)) at.go_on(0, scales_step);
     }
-    __device__ __forceinline__ void next() { lines += DEPTH * STEP_BYTES; }
-};
-template <Format F, int STEP, int DEPTH> struct TileUnits<F, STEP, DEPTH, true> {
-    using R = RowOf<F>;
-    static constexpr int PARTS = Unit<F>::PARTS, INPUTS = STEP * UNIT, SUPER_BLOCKS = INPUTS / R::SUPER_BLOCK,
-                         LINES_STEP = (INPUTS / K_BLOCK * R::LINES + SUPER_BLOCKS * R::MORE_LINES) * LINE_BYTES;
-    static_assert(INPUTS % R::SUPER_BLOCK == 0, "super-blocks");
-    RowPlace<F> at;
-    uint32_t scales_step;
-    int count;
-
-    __device__ __forceinline__ TileUnits(const uint8_t* tile, int first, int k, const Packing& packing) {
-        const int shift = packing.group ? 31 - __clz(packing.group) : 0;
-        at = row_place<F, PARTS>(tile, first, k, shift, tile_bytes_of<F>(k, packing).scales);
-        if constexpr (R::HAS_SUPER_BLOCKS)
-            scales_step = SUPER_BLOCKS * R::SUPER_BYTES;
-        else if constexpr (R::ROW.group != 0)
-            scales_step = INPUTS / R::ROW.group * R::RECORD;
-        else
-            scales_step = (INPUTS >> shift) * R::RECORD;
-        count = units_of((k / K_BLOCK + 1 - threadIdx.x % WARP / (WARP / 2)) / 2, first, STEP);
-    }
-    __device__ __forceinline__ void load(Unit<F>& unit, int d) const {
-        load_row_unit<F, PARTS>(unit, at, d * LINES_STEP, d * scales_step);
-    }
-    __device__ __forceinline__ void next() {
-#pragma unroll
-        for (const uint8_t*& lines : at.lines) lines += DEPTH * LINES_STEP;
-        at.record += DEPTH * scales_step;
-        if (R::HAS_SUPER_BLOCKS) at.head += DEPTH * scales_step;
-    }
+    __device__ __forceinline__ void next() { at.go_on(DEPTH * LINES_STEP, is_row(F) ? DEPTH * scales_step : 0); }
 };
 
 // The sums of a warp over `count` units, DEPTH of them on their way at a time. x_of(n, set): of the n-th one this
@@ -250,7 +245,7 @@ __device__ __forceinline__ void gemv_units(Units units, int count, int k, const 
 
     // Inputs go through shared memory: read where they are used, each unit's would wait for those of the one before. Of
     // several vectors a lane brings what it needs itself, of one what all need: then there is room for more units.
-    constexpr int RUNS = WARP / EIGHTS;
+    constexpr int RUNS = WARP / EIGHTS; // of DEPTH units of one vector
     const int stride = several ? WARP : EIGHTS, room = several ? DEPTH : RUNS * DEPTH, own = lane % stride;
     const uint4* here = inputs;
     UnitSums both[SETS] = {};

@@ -84,10 +84,9 @@ template <Format F> struct RowOf {
     static constexpr int GROUPS = ROW.group ? SUPER_BLOCK / ROW.group : 1, // of a super-block
         SUPER_BYTES = HEAD + GROUPS * RECORD;
     static constexpr int PARTS = ROW.group == 16 ? 2 : 1; // groups of a block
-    // Added to codes, so that they are bytes without a sign; less than 128 but of IQ4.
     // What row_codes adds.
     static constexpr int BIAS = ROW.codes == OF_IQ4 ? 128 : ROW.codes == INTEGERS ? ROW.zero : 64;
-    // What row_number adds.
+    // What row_number adds, and row_pair unless EXACT.
     static constexpr float NUMBER_BIAS = ROW.codes == OF_E4M3 || ROW.codes == OF_IQ4 ? 0.0f : 128.0f + BIAS;
 };
 
@@ -118,7 +117,7 @@ struct RowUnit {
     uint4 lines[3]; // of rows 4q .. 4q + 3
     uint4 head;
     uint32_t record[2][2];
-    int block; // of the row's
+    int within; // the super-block: its block
 };
 
 __device__ __forceinline__ uint32_t of_row(const uint4& of, int r) {
@@ -127,8 +126,17 @@ __device__ __forceinline__ uint32_t of_row(const uint4& of, int r) {
 
 // Where a lane reads a unit.
 template <Format F> struct RowPlace {
-    const uint8_t *lines[RowOf<F>::LOADS], *head, *record;
-    int block;
+    using R = RowOf<F>;
+    const uint8_t *lines[R::LOADS], *head, *record;
+    int within;
+
+    // Whole super-blocks, if there are any.
+    __device__ __forceinline__ void go_on(uint32_t lines_on, uint32_t scales_on) {
+#pragma unroll
+        for (const uint8_t*& at : lines) at += lines_on;
+        record += scales_on;
+        if (R::HAS_SUPER_BLOCKS) head += scales_on;
+    }
 };
 
 // Of unit `u` of a tile, whose codes begin at `codes`. Beyond k the last block stands in: its inputs are zero. Of
@@ -139,8 +147,8 @@ __device__ __forceinline__ RowPlace<F> row_place(const uint8_t* tile, int u, int
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, q = g % 4;
     const uint32_t block = min((uint32_t)(2 * u + g / 4), (uint32_t)k / K_BLOCK - 1);
     RowPlace<F> at;
-    at.block = block;
     const uint32_t super = block / R::BLOCKS, within = block % R::BLOCKS;
+    at.within = within;
     const uint8_t* lines = tile + codes + (size_t)(block * R::LINES + super * R::MORE_LINES) * LINE_BYTES + q * 16;
 #pragma unroll
     for (int i = 0; i < R::LOADS; i++) {
@@ -180,7 +188,7 @@ __device__ __forceinline__ void load_row_unit(
     auto word = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint32_t*>(from)); };
     auto words2 = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint2*>(from)); };
     auto words4 = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); };
-    unit.block = at.block;
+    unit.within = at.within;
 #pragma unroll
     for (int i = 0; i < R::LOADS; i++)
         unit.lines[i] = load_streaming(reinterpret_cast<const uint4*>(at.lines[i] + lines_on));
@@ -295,7 +303,7 @@ template <Format F> __device__ __forceinline__ float2 row_scale(const RowUnit& u
             count = (unit.record[part][0] >> row & 1u) | (unit.record[part][0] >> (16 + row) & 1u) << 1 |
                 (unit.record[part][1] >> row & 1u) << 2;
         } else if constexpr (ROW.codes == ONES_GRID) {
-            count = of_row(unit.lines[1], r) >> (unit.block % 2 * 16 + 12) & 7u;
+            count = of_row(unit.lines[1], r) >> (unit.within % 2 * 16 + 12) & 7u;
         } else if constexpr (R::GRID) {
             count = of_row(unit.lines[1], r) >> 28;
         }
@@ -357,17 +365,17 @@ __device__ __forceinline__ void row_codes(const RowUnit& unit, int r, const uint
     } else if constexpr (ROW.codes == OF_IQ4) {
         of_table(word, 0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u, four);
     } else if constexpr (ROW.codes == DIGITS) {
-        const int within = unit.block % R::BLOCKS;
+        const int within = unit.within;
         four[0] = digits_of(word, digit_at(within, 2 * t).y) + 0x3f3f3f3fu;
         four[1] = digits_of(second, digit_at(within, 2 * t + 1).y) + 0x3f3f3f3fu;
     } else if constexpr (ROW.codes == ONES_GRID) {
-        const uint32_t upper = second >> unit.block % 2 * 16;
+        const uint32_t upper = second >> unit.within % 2 * 16;
         const uint32_t places = grid[(word >> 8 * t & 0xffu) | (upper >> 3 * t & 7u) << 8];
         const uint32_t beside = upper >> (ROW.count_bits ? 12 + t : 15) & 1u ? 0xfefefeffu : 0x01010101u;
         four[0] = __byte_perm(0x00484038u, 0, places & 0xffffu) + beside;
         four[1] = __byte_perm(0x00484038u, 0, places >> 16) + beside;
     } else if constexpr (R::GRID) {
-        const uint32_t upper = ROW.zero ? of_row(unit.lines[2], r) >> 8 * (unit.block % 4) : 0;
+        const uint32_t upper = ROW.zero ? of_row(unit.lines[2], r) >> 8 * (unit.within % 4) : 0;
         uint32_t signs = ROW.zero ? second >> 8 * t & 0xffu : second >> 7 * t & 0x7fu;
         if (!ROW.zero) signs |= (__popc(signs) & 1u) << 7; // an even number of them
         if constexpr (ROW.codes == EIGHT_GRID) {

@@ -247,13 +247,13 @@ const ROUNDED: Within = Within { each: 0.0, of_rms: 12.0 * ROUNDING, rms: 1.25 *
 
 fn check_all(format: (Precisions, usize, usize), tokens: &[usize]) {
     let (precision, hidden, intermediate) = format;
-    check_store(&store(hidden, intermediate, precision.clone()), &precision, tokens);
+    check_store(&store(hidden, intermediate, precision.clone()), &precision, tokens, PLACES);
 }
 
-fn check_store(store: &Arc<ExpertCache>, precision: &Precisions, tokens_of: &[usize]) {
+fn check_store(store: &Arc<ExpertCache>, precision: &Precisions, tokens_of: &[usize], places: &[Place]) {
     let (b, hidden) = (&Sides::new().gpu, store.layout(0).gate.k);
     let mut reference = on_cpu(store);
-    let mut executors = PLACES.iter().map(|&place| (place, placed(b, store, place))).collect::<Vec<_>>();
+    let mut executors = places.iter().map(|&place| (place, placed(b, store, place))).collect::<Vec<_>>();
     for (i, &tokens) in tokens_of.iter().enumerate() {
         let layer = i % LAYERS;
         let (x, routing) = (random(tokens * hidden, 60 + tokens as u64), routing(tokens, 70 + tokens as u64));
@@ -312,11 +312,19 @@ fn every_row() {
 #[test]
 fn few_tokens_of_long_rows() {
     need_gpu!();
-    // A warp has five or six units of 64 inputs, the last one of short groups half beyond the row.
+    let check = |precision: Precision, hidden, intermediate, tokens: &[usize]| {
+        check_store(&store(hidden, intermediate, precision), &precision.into(), tokens, &[Place::Vram]);
+    };
+    // A warp has three or four units of 64 inputs, the last one of short groups half beyond the row.
     for &(precision, hidden, intermediate) in FORMATS.iter().chain(ROWS) {
         let group = 1 << (hidden | intermediate).trailing_zeros();
         let more = if group < 128 { group } else { 0 };
-        check_all((precision.into(), 1280 + more, 256 + more), &[3]);
+        check(precision, 768 + more, 256, &[3]);
+    }
+    // More units than have room in shared memory at a time; in `down`, warps whose units are of several experts.
+    for (precision, long, short) in [(Precision::int4(32), 4128, 32), (Precision::Q5K, 2304, 256)] {
+        check(precision, long, short, &[1, 4]);
+        check(precision, short, long, &[1, 4]);
     }
 }
 
@@ -327,7 +335,7 @@ fn experts_without_a_gate() {
         // Of whole pairs of tiles.
         if intermediate % 32 == 0 {
             let store = store_of(ExpertKind::Ungated, hidden, intermediate, precision.clone());
-            check_store(&store, &precision, &[5, 50, 300]);
+            check_store(&store, &precision, &[3, 5, 50, 300], PLACES);
         }
     }
 }

@@ -97,8 +97,8 @@ fn packed_products_equal_the_dequantized_weights() {
     let sides = Sides::new();
     let b = &sides.gpu;
     for bits in [DenseBits::Int8, DenseBits::Int4, DenseBits::Out, DenseBits::Down] {
-        // Groups of 32, 64 and 128, and rows that no group divides, which stay bf16.
-        for (n, k) in [(8, 32), (40, 96), (72, 192), (136, 384), (40, 136)] {
+        // Groups of 32, 64 and 128, and rows that no group divides, which stay bf16; rows of several units for a warp.
+        for (n, k) in [(8, 32), (40, 96), (72, 192), (136, 384), (40, 136), (24, 4256), (24, 4480)] {
             let (weight, bias) = (random(n * k, 16), random(n, 17));
             let stands_for = packed(&weight, k, bits);
             let w = b.load_linear(host(k, &weight), Some(bias.clone().into()), bits).unwrap();
