@@ -34,7 +34,7 @@ template <Format F> struct Unit<F, true> : RowUnit {
     static constexpr int PARTS = R::PARTS, GRID_WORDS = R::GRID_WORDS;
     static constexpr bool OFFSETS = R::ROW.offsets;
     static constexpr int LINES_OF_256 = (R::BLOCKS * R::LINES + R::MORE_LINES) * LINE_BYTES;
-    // What is made of it takes many registers. Q6_K does as well, but is faster with fewer, and 8 bytes elsewhere.
+    // What is made of it takes many registers. Q6_K does as well, but is faster with fewer.
     static constexpr bool IS_LARGE =
         F != Q6_K && (PARTS == 2 || R::LOADS == 3 || (R::ROW.scales == COUNTED && R::LOADS == 2));
 };
@@ -43,8 +43,7 @@ __device__ __forceinline__ int group_shift(const Packing& packing) {
     return packing.group ? 31 - __clz(packing.group) : 0;
 }
 
-// Where a lane reads unit `u` of a tile, whose codes begin at `codes`. Beyond k the last block stands in: its inputs
-// are zero.
+// Where a lane reads a unit: of what is no row.
 template <Format F> struct LinePlace {
     const uint8_t *lines, *scales;
 
@@ -52,6 +51,7 @@ template <Format F> struct LinePlace {
         lines += lines_on, scales += scales_on;
     }
 };
+// Of unit `u` of a tile, whose codes begin at `codes`. Beyond k the last block stands in: its inputs are zero.
 template <Format F>
 __device__ __forceinline__ auto unit_place(const uint8_t* tile, int u, int k, int shift, uint32_t codes) {
     if constexpr (is_row(F)) {
