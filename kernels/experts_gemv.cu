@@ -210,7 +210,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         __device__ __forceinline__ void next() {}
     };
     const int all = count * units, first = all * warp / DOWN_WARPS, own = all * (warp + 1) / DOWN_WARPS - first;
-    ExpertUnits of_warp{chosen.expert + first / units, tile_at, units, intermediate, group_shift(packing), own,
+    ExpertUnits of_warp{chosen.expert + first / units, tile_at, units, intermediate, shift_of_group(packing), own,
         tile_bytes_of<F>(intermediate, packing).scales, first % units, nullptr};
     of_warp.look();
     const float per_unit = 1.0f / units;

@@ -430,7 +430,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
     const TileBytes bytes = tile_bytes_of<S::F>(k, packing);
     const uint32_t tile_stride = bytes.all, codes = bytes.scales;
-    [[maybe_unused]] const int group_shift = packing.group ? 31 - __clz(packing.group) : 0;
+    [[maybe_unused]] const int group_shift = shift_of_group(packing);
     const bool f16 = Lines<S::F>::F16_SCALES && packing.f16;
 
     // What this thread copies of each stage: the same chunk of every so many tiles, where that goes evenly.

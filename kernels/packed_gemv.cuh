@@ -39,10 +39,6 @@ template <Format F> struct Unit<F, true> : RowUnit {
         F != Q6_K && (PARTS == 2 || R::LOADS == 3 || (R::ROW.scales == COUNTED && R::LOADS == 2));
 };
 
-__device__ __forceinline__ int group_shift(const Packing& packing) {
-    return packing.group ? 31 - __clz(packing.group) : 0;
-}
-
 // Where a lane reads a unit: of what is no row.
 template <Format F> struct LinePlace {
     const uint8_t *lines, *scales;
@@ -199,7 +195,7 @@ template <Format F, int STEP, int DEPTH> struct TileUnits {
     int count;
 
     __device__ __forceinline__ TileUnits(const uint8_t* tile, int first, int k, const Packing& packing)
-        : at(unit_place<F>(tile, first, k, group_shift(packing), tile_bytes_of<F>(k, packing).scales)) {
+        : at(unit_place<F>(tile, first, k, shift_of_group(packing), tile_bytes_of<F>(k, packing).scales)) {
         if constexpr (is_row(F)) {
             using R = RowOf<F>;
             if constexpr (R::HAS_SUPER_BLOCKS)
@@ -207,9 +203,9 @@ template <Format F, int STEP, int DEPTH> struct TileUnits {
             else if constexpr (R::ROW.group != 0)
                 scales_step = INPUTS / R::ROW.group * R::RECORD;
             else
-                scales_step = (INPUTS >> group_shift(packing)) * R::RECORD;
+                scales_step = (INPUTS >> shift_of_group(packing)) * R::RECORD;
         } else if (F != BF16) {
-            scales_step = (INPUTS >> group_shift(packing)) * 32;
+            scales_step = (INPUTS >> shift_of_group(packing)) * 32;
         }
         const int blocks = div_ceil(k, K_BLOCK), of_second = threadIdx.x % WARP / (WARP / 2);
         count = units_of((blocks + 1 - of_second) / 2, first, STEP);

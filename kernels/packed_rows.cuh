@@ -84,7 +84,7 @@ template <Format F> struct RowOf {
     static constexpr int GROUPS = ROW.group ? SUPER_BLOCK / ROW.group : 1, // of a super-block
         SUPER_BYTES = HEAD + GROUPS * RECORD;
     static constexpr int PARTS = ROW.group == 16 ? 2 : 1; // groups of a block
-    // What row_codes adds.
+    // What row_codes adds, so that codes are bytes without a sign; less than 128 but of IQ4.
     static constexpr int BIAS = ROW.codes == OF_IQ4 ? 128 : ROW.codes == INTEGERS ? ROW.zero : 64;
     // What row_number adds, and row_pair unless EXACT.
     static constexpr float NUMBER_BIAS = ROW.codes == OF_E4M3 || ROW.codes == OF_IQ4 ? 0.0f : 128.0f + BIAS;

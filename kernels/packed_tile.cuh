@@ -56,6 +56,11 @@ struct Packing {
     int f16;              // scales are, not bf16
 };
 
+// From inputs to groups; 0 where there are none of one size.
+__device__ __forceinline__ int shift_of_group(const Packing& packing) {
+    return packing.group ? 31 - __clz(packing.group) : 0;
+}
+
 // Every format that kernels are made for; Rust finds them by these names (src/backend/cuda/packed.rs). A row of
 // PACKED_FORMATS makes the products of few tokens:
 //
