@@ -30,7 +30,7 @@ const TURN: usize = 12;
 const PRECISION: Precision = Precision::int4(128);
 
 /// `Tuning::ahead`: bytes into L2, bytes into L1.
-const AHEAD: [(usize, usize); 14] = [
+const AHEAD: [(usize, usize); 15] = [
     (0, 0),
     (0, 1024),
     (0, 2048),
@@ -44,6 +44,7 @@ const AHEAD: [(usize, usize); 14] = [
     (6144, 1024),
     (8192, 0),
     (8192, 1024),
+    (10752, 0),
     (16384, 1024),
 ];
 /// `Tuning::idle_bytes`.
@@ -58,7 +59,7 @@ fn settings() -> Vec<(String, Tuning)> {
     let base = Tuning::default();
     let mut all = vec![("default".to_string(), base)];
     for (l2, l1) in AHEAD {
-        all.push((format!("ahead l2={l2} l1={l1}"), Tuning { ahead: Ahead { l2, l1 }, ..base }));
+        all.push((format!("ahead l2={l2} l1={l1}"), Tuning { ahead: Some(Ahead { l2, l1 }), ..base }));
     }
     all.push(("as before: no look-ahead, no idle".into(), Tuning { look_ahead: false, idle_bytes: 0, ..base }));
     all.push(("no look-ahead".into(), Tuning { look_ahead: false, ..base }));
@@ -87,11 +88,11 @@ impl Kernel for Reader {
     fn simd(&self) -> Simd {
         self.inner.simd()
     }
-    fn matmul(&self, _: &MatrixLayout, tiles: &Tiles<'_>, _: &ActivationRows<'_>, _: Start, _: &mut [f32]) {
+    fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, _: &ActivationRows<'_>, _: Start, _: &mut [f32]) {
         let mut any = 0;
         for (i, part) in tiles.bytes().chunks(if self.prefetch { 1024 } else { usize::MAX }).enumerate() {
             if self.prefetch {
-                tiles.prefetch(1024 * i);
+                tiles.prefetch(layout, 1024 * i);
             }
             any |= memory::read(part);
         }

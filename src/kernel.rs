@@ -7,6 +7,7 @@
 //! shared          what has no order to exploit, written once and compiled for each instruction set
 //! scalar          the truth
 //! avx512_grids    codes that are places in a grid, in registers of 512 bits
+//! unpacked        weights of many tokens as bytes, and their products
 //! avx2, avx_vnni, avx512, amx
 //! halves          activations of 16 bits next to integers, on any of them
 //! ```
@@ -37,6 +38,8 @@ pub mod random;
 mod scalar;
 mod shared;
 mod tiles;
+#[cfg(target_arch = "x86_64")]
+mod unpacked;
 
 use half::bf16;
 use moebius_cache::pack::MatrixLayout;

@@ -23,6 +23,7 @@ use super::avx512::{self, e4m3, float_scales16, lookup, runs, scales16};
 use super::avx512_grids::{are_places, by_place, grid_runs, looks_up, unpack_places};
 use super::shared::{self, PREFETCH_TOKENS};
 use super::tiles::{INTEGER_ROWS, Scales, Stream, bias, by_row, even_bits, is_grid, is_table, row, step, table};
+use super::unpacked::{INPUTS, Unpacked};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot};
 
 /// 32 inputs: their high parts as bf16, then their low parts.
@@ -226,6 +227,7 @@ unsafe fn split_tiles(
 ) {
     let (tokens, tile_bytes) = (x.len(), layout.tile_bytes());
     let (blocks, height) = cut(tokens);
+    let stream = tiles.stream(layout, tokens);
     // SAFETY: the features are there; tiles are released below.
     unsafe { configure(if blocks == 1 { 3 } else { 4 }, height, 64) };
     // Blocks that are all full go to their places directly; otherwise the last one has rows of no token, which must not
@@ -242,7 +244,7 @@ unsafe fn split_tiles(
         for block in (0..blocks).step_by(2) {
             let depth = (blocks - block).min(2);
             let a = [x.parts(block * height), x.parts((block + depth - 1) * height)];
-            let mut sums = Sums { start, at: [std::ptr::null_mut(); 4], stride: 64, stream: tiles.stream() };
+            let mut sums = Sums { start, at: [std::ptr::null_mut(); 4], stride: 64, stream };
             for tile in 0..4 {
                 let (d, w) = if blocks == 1 {
                     (0, tile.min(width - 1))
@@ -401,17 +403,6 @@ unsafe fn two_blocks<const W: usize>(
     }
 }
 
-/// Inputs of a tile that are unpacked at a time, at most: with the tokens' codes for them they stay in L1.
-const UNPACKED: usize = 1024;
-
-/// Some inputs of a tile, for all tokens.
-#[repr(C, align(64))]
-struct Unpacked {
-    codes: [MaybeUninit<[u8; 64]>; UNPACKED / 4], // signed bytes, 16 rows of 4 inputs to a line
-    scales: [MaybeUninit<[f32; TILE_ROWS]>; UNPACKED / 16], // of each group
-    offsets: [MaybeUninit<[f32; TILE_ROWS]>; UNPACKED / 16], // where there are any
-}
-
 /// Tiles of codes times quantized activations: for some inputs at a time all tiles, for each tile all tokens.
 ///
 /// # Safety
@@ -434,7 +425,8 @@ unsafe fn packed_tiles<const ROW: usize>(
     // SAFETY: all that is in it may be uninitialized.
     let unpacked = unsafe { unpacked.assume_init_mut() };
     let stride = count * TILE_ROWS;
-    let chunk = if x.len() > 24 { UNPACKED / 2 } else { UNPACKED };
+    // With the tokens' codes for them they stay in L1.
+    let chunk = if x.len() > 24 { INPUTS / 2 } else { INPUTS };
     for from in (0..x.k).step_by(chunk) {
         let to = x.k.min(from + chunk);
         let bytes = |inputs: usize| row(ROW).codes.bytes(inputs);
@@ -550,7 +542,7 @@ unsafe fn unpack<const ROW: usize>(codes: &[u8], to: &mut [MaybeUninit<[u8; 64]>
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,gfni")]
 unsafe fn unpack_by_registers(row: usize, codes: &[u8], to: &mut [MaybeUninit<[u8; 64]>]) {
     // SAFETY: as promised to this function.
-    unsafe { by_place!(row, unpack_places(codes, to)) }
+    unsafe { by_place!(row, unpack_places(codes, to, true)) }
 }
 
 /// # Safety
@@ -674,6 +666,7 @@ unsafe fn float_tiles(
     let (blocks, height) = cut(x.len());
     // SAFETY: the features are there; tiles are released below.
     unsafe { configure(4, height, 64) };
+    let stream = tiles.stream(layout, x.len());
     let mut unpacked = Floats([MaybeUninit::uninit(); UNPACKED_FLOATS / 2]);
     for from in (0..x.k).step_by(UNPACKED_FLOATS) {
         let to = x.k.min(from + UNPACKED_FLOATS);
@@ -686,7 +679,7 @@ unsafe fn float_tiles(
                 let lines = &lines[from * TILE_ROWS..to * TILE_ROWS];
                 if x.len() <= PREFETCH_TOKENS {
                     for lines in lines.as_chunks::<1024>().0 {
-                        tiles.stream().from(lines.as_ptr()).prefetch(lines.as_ptr(), 16);
+                        stream.from(lines.as_ptr()).prefetch(lines.as_ptr(), 16);
                     }
                 }
                 unpack_floats(lines, &mut unpacked);

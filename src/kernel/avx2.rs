@@ -2,13 +2,16 @@
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 use moebius_cache::pack::{self, BF16_INPUTS, Counts, Grid, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
 use super::tiles::{
-    Scales, To, bias, even_bits, grid, grid_at, half_bytes, half_lines, is_grid, is_table, largest, row, step, table,
+    INTEGER_ROWS, Scales, To, bias, by_row, even_bits, grid, grid_at, half_bytes, half_lines, is_grid, is_table,
+    largest, row, step, table, takes_long,
 };
+use super::unpacked::{Unpacked, add_avx2, each_part, four};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Multiplies one tile with one or two tokens: codes with `$block`, what an instruction set brings of its own.
@@ -53,10 +56,18 @@ impl Kernel for Avx2 {
 
     fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]) {
         let count = x.check(self, layout, tiles, out);
-        each_block(layout, tiles, x, start, out, count, |scales, lines, x, out, to| {
-            // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
-            unsafe { by_precision!(layout.precision, block, scales, lines, x, out, to) }
-        });
+        let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream(layout, x.len()) };
+        // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
+        unsafe {
+            match layout.precision.row_number() {
+                Some(row @ ..INTEGER_ROWS) if x.len() >= least_tokens(row, x.group) => {
+                    by_row!(row, many_tokens[](layout, tiles.bytes, x, out, to))
+                }
+                _ => each_block(layout, tiles, x, out, to, |scales, lines, x, out, to| {
+                    by_precision!(layout.precision, block, scales, lines, x, out, to)
+                }),
+            }
+        }
     }
 
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
@@ -74,16 +85,115 @@ pub(super) fn each_block(
     layout: &MatrixLayout,
     tiles: &Tiles<'_>,
     x: &ActivationRows<'_>,
-    start: Start,
     out: &mut [f32],
-    count: usize,
+    to: To,
     block: impl Fn(Scales<'_>, &[u8], &ActivationRows<'_>, &mut [f32], To),
 ) {
-    let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream() };
     for (i, tile) in tiles.bytes.chunks_exact(layout.tile_bytes()).enumerate() {
         let (scales, lines) = Scales::split(layout, tile);
         for t in (0..x.len()).step_by(2) {
-            block(scales, lines, &x.part(t, 2.min(x.len() - t)), &mut out[(t * count + i) * TILE_ROWS..], to);
+            block(scales, lines, &x.part(t, 2.min(x.len() - t)), &mut out[t * to.stride + i * TILE_ROWS..], to);
+        }
+    }
+}
+
+/// From so many tokens on [`many_tokens`] takes less time, also with VNNI. Of INT4 and 2 bits in large groups it never
+/// does: an instruction or two unpack them, and as many write and read bytes.
+pub(super) const fn least_tokens(number: usize, group: usize) -> usize {
+    match () {
+        _ if is_grid(number) => 3,
+        _ if group > 32 && row(number).codes.bits() < 8 && !is_table(number) => usize::MAX,
+        _ if takes_long(number) => 8,
+        _ => 16,
+    }
+}
+
+/// Tokens of a block: two sums each in 32 bits, in 16, and of floats.
+const MOST_TOKENS: usize = 2;
+
+/// Many tokens through some tiles, which are unpacked once for all.
+///
+/// # Safety
+/// AVX2, FMA and F16C; what `ActivationRows::check` promises.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn many_tokens<const ROW: usize>(
+    layout: &MatrixLayout,
+    tiles: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    to: To,
+) {
+    let bias = const { if is_wide(ROW) { 0 } else { bias(ROW) } };
+    each_part::<1>(
+        (layout, tiles),
+        x,
+        (MOST_TOKENS, bias),
+        out,
+        to,
+        // SAFETY: as promised to this function.
+        |scales, lines, inputs, unpacked| unsafe { unpack_part::<ROW>(scales, lines, inputs, is_wide(ROW), unpacked) },
+        |part, x, out, to| {
+            // SAFETY: as promised to this function; the part is unpacked.
+            unsafe {
+                match (most_pairs(ROW), row(ROW).scales.have_offsets()) {
+                    (0, false) => add_avx2::<MOST_TOKENS, false, 0>(part, x, out, to),
+                    (1, false) => add_avx2::<MOST_TOKENS, false, 1>(part, x, out, to),
+                    (2, false) => add_avx2::<MOST_TOKENS, false, 2>(part, x, out, to),
+                    (_, false) => add_avx2::<MOST_TOKENS, false, 4>(part, x, out, to),
+                    (4.., true) => add_avx2::<MOST_TOKENS, true, 4>(part, x, out, to),
+                    (_, true) => unreachable!("no codes of so many bits have offsets"),
+                }
+            }
+        },
+    );
+}
+
+/// Brings some inputs of a tile into `unpacked`.
+///
+/// # Safety
+/// AVX2 and F16C; the inputs are whole blocks of 32 of a tile, of a grid whole super-blocks, for which there is room.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+pub(super) unsafe fn unpack_part<const ROW: usize>(
+    scales: Scales<'_>,
+    lines: &[u8],
+    inputs: Range<usize>,
+    signed: bool,
+    unpacked: &mut Unpacked,
+) {
+    // Integers are stored with their bias; others get it.
+    let is_stored = !is_table(ROW) && !is_grid(ROW);
+    let values = match signed {
+        true => lookup(const { table(row(ROW).codes, 0) }),
+        false => lookup(const { table(row(ROW).codes, bias(ROW)) }),
+    };
+    let mut weights = lines[row(ROW).codes.bytes(inputs.start)..].as_ptr();
+    let codes = &mut unpacked.codes[..inputs.len() / 4];
+    // SAFETY: as promised to this function; 16 numbers each.
+    unsafe {
+        for (i, codes) in codes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            for upper in 0..2 {
+                let mut w = match is_grid(ROW) {
+                    true => grid_runs::<ROW>(lines.as_ptr(), inputs.start + 16 * i, upper, values),
+                    false => runs::<ROW>(weights, i % 2, upper, values),
+                };
+                for j in 0..4 {
+                    if is_stored && signed && bias(ROW) != 0 {
+                        w[j] = _mm256_sub_epi8(w[j], _mm256_set1_epi8(bias(ROW) as i8));
+                    }
+                    _mm256_store_si256(codes[j].as_mut_ptr().cast::<__m256i>().add(upper), w[j]);
+                }
+            }
+            weights = weights.wrapping_add(step(ROW, i % 2));
+        }
+        for (i, group) in (inputs.start / scales.group..inputs.end / scales.group).enumerate() {
+            for upper in 0..2 {
+                let [scale, offset] = scales8::<ROW>(scales, group, upper);
+                _mm256_store_ps(unpacked.scales[i].as_mut_ptr().cast::<f32>().add(8 * upper), scale);
+                if row(ROW).scales.have_offsets() {
+                    _mm256_store_ps(unpacked.offsets[i].as_mut_ptr().cast::<f32>().add(8 * upper), offset);
+                }
+            }
         }
     }
 }
@@ -106,18 +216,21 @@ pub(super) unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [[__m256; 2]; 
     acc
 }
 
-/// Whether unsigned codes times signed bytes, in two pairs, overflow 16 bits.
+/// Whether a pair of products of unsigned codes and signed bytes overflows 16 bits.
 #[inline(always)] // and constants where they are used: a call in the loop costs more than the products
-const fn is_wide(number: usize) -> bool {
-    largest(number) > 64
+pub(super) const fn is_wide(number: usize) -> bool {
+    most_pairs(number) == 0
 }
 
 /// So many such pairs are added in 16 bits.
-const fn most_pairs(number: usize) -> usize {
+#[inline(always)]
+pub(super) const fn most_pairs(number: usize) -> usize {
     match 32767 / (2 * 127 * largest(number)) {
         8.. => 8,
         4.. => 4,
-        _ => 2,
+        2.. => 2,
+        1 => 1,
+        _ => 0,
     }
 }
 
@@ -169,7 +282,7 @@ unsafe fn block<const ROW: usize, const T: usize>(
                         // SAFETY: 4 codes of the 16 inputs from k on.
                         let a = unsafe { four(codes[t].add(at + 4 * j)) };
                         if const { is_wide(ROW) } {
-                            let signed = const { is_table(ROW) || is_grid(ROW) };
+                            let signed = const { is_table(ROW) };
                             let w = if signed { w[j] } else { _mm256_xor_si256(w[j], _mm256_set1_epi8(-128)) };
                             let products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
                             dot[t][upper] = _mm256_add_epi32(dot[t][upper], _mm256_madd_epi16(products, ones));
@@ -277,17 +390,6 @@ pub(super) unsafe fn runs<const ROW: usize>(
         }
     }
     w
-}
-
-/// Four codes in every dword.
-///
-/// # Safety
-/// 4 codes to read; AVX2.
-#[inline]
-#[target_feature(enable = "avx2")]
-pub(super) unsafe fn four(codes: *const i8) -> __m256i {
-    // SAFETY: as promised by the caller.
-    _mm256_set1_epi32(unsafe { codes.cast::<i32>().read_unaligned() })
 }
 
 /// Scales and offsets of a group as f32, of the lower or the upper 8 rows.

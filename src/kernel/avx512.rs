@@ -2,16 +2,20 @@
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use moebius_cache::pack::{self, BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
 use super::avx2::counts;
-use super::avx512_grids::{add_places, are_places, by_place, grid_runs, looks_up, odd_counts16};
+use super::avx512_grids::{add_places, are_places, by_place, grid_runs, looks_up, odd_counts16, unpack_places};
 use super::shared::PREFETCH_TOKENS;
 use super::tiles::{
     INTEGER_ROWS, Scales, To, bias, by_row, even_bits, half_bytes, half_lines, is_grid, is_table, row, step, table,
+    takes_long,
 };
+use super::unpacked::{Unpacked, add_avx512, each_part};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Exists only where [`detect`] found the features: that is what every call below relies on.
@@ -68,15 +72,116 @@ pub(super) unsafe fn each_tile(
     out: &mut [f32],
     count: usize,
 ) {
-    let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream() };
+    let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream(layout, x.len()) };
+    if let Some(row @ ..INTEGER_ROWS) = layout.precision.row_number()
+        && x.len() >= least_tokens(row)
+    {
+        // SAFETY: as promised to this function.
+        return unsafe { by_row!(row, many_tokens[](layout, tiles.bytes, x, out, to)) };
+    }
     for (i, tile) in tiles.bytes.chunks_exact(layout.tile_bytes()).enumerate() {
         // SAFETY: as promised to this function.
         unsafe { one_tile(layout, tile, x, &mut out[i * TILE_ROWS..], to) };
     }
 }
 
+/// Tokens of a block of AVX-512: of two tiles two sums each, in 32 registers.
+const MOST_512: usize = 6;
+
+/// From so many tokens on [`many_tokens`] takes less time: earlier where unpacking takes long.
+const fn least_tokens(number: usize) -> usize {
+    if takes_long(number) { 9 } else { 13 }
+}
+
+/// Many tokens through some tiles, which are unpacked once for all.
+///
+/// # Safety
+/// AVX-512 F, BW, VL and VNNI; what `ActivationRows::check` promises.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn many_tokens<const ROW: usize>(
+    layout: &MatrixLayout,
+    tiles: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    to: To,
+) {
+    each_part::<2>(
+        (layout, tiles),
+        x,
+        (MOST_512, bias(ROW)),
+        out,
+        to,
+        // SAFETY: as promised to this function.
+        |scales, lines, inputs, unpacked| unsafe { unpack_part::<ROW>(scales, lines, inputs, unpacked) },
+        |part, x, out, to| {
+            // SAFETY: as promised to this function; the part is unpacked.
+            unsafe {
+                match (part.tiles.len(), x.len(), row(ROW).scales.have_offsets()) {
+                    (1, _, false) => add_avx512::<MOST_512, 1, false>(part, x, out, to),
+                    (1, _, true) => add_avx512::<MOST_512, 1, true>(part, x, out, to),
+                    (_, ..=4, false) => add_avx512::<4, 2, false>(part, x, out, to),
+                    (_, ..=4, true) => add_avx512::<4, 2, true>(part, x, out, to),
+                    (_, 5, false) => add_avx512::<5, 2, false>(part, x, out, to),
+                    (_, 5, true) => add_avx512::<5, 2, true>(part, x, out, to),
+                    (.., false) => add_avx512::<MOST_512, 2, false>(part, x, out, to),
+                    (.., true) => add_avx512::<MOST_512, 2, true>(part, x, out, to),
+                }
+            }
+        },
+    );
+}
+
+/// Brings some inputs of a tile into `unpacked`.
+///
+/// # Safety
+/// AVX-512 F, BW, VL; the inputs are whole blocks of 32 of a tile, of a grid whole super-blocks, for which there is room.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn unpack_part<const ROW: usize>(
+    scales: Scales<'_>,
+    lines: &[u8],
+    inputs: Range<usize>,
+    unpacked: &mut Unpacked,
+) {
+    let (bytes, codes) = (row(ROW).codes.bytes(inputs.start), &mut unpacked.codes[..inputs.len() / 4]);
+    // SAFETY: as promised to this function; 16 numbers each.
+    unsafe {
+        if are_places(ROW) && looks_up() {
+            unpack_by_registers(ROW, &lines[bytes..row(ROW).codes.bytes(inputs.end)], codes);
+        } else {
+            let values = lookup(const { table(row(ROW).codes, bias(ROW)) });
+            let mut weights = lines[bytes..].as_ptr();
+            for (i, codes) in codes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                let w = match is_grid(ROW) {
+                    true => grid_runs::<ROW>(lines.as_ptr(), inputs.start + 16 * i, values),
+                    false => runs::<ROW>(weights, i % 2, values),
+                };
+                weights = weights.wrapping_add(step(ROW, i % 2));
+                for j in 0..4 {
+                    _mm512_store_si512(codes[j].as_mut_ptr().cast(), w[j]);
+                }
+            }
+        }
+        for (i, group) in (inputs.start / scales.group..inputs.end / scales.group).enumerate() {
+            let [scale, offset] = scales16::<ROW>(scales, group);
+            _mm512_store_ps(unpacked.scales[i].as_mut_ptr().cast(), scale);
+            if row(ROW).scales.have_offsets() {
+                _mm512_store_ps(unpacked.offsets[i].as_mut_ptr().cast(), offset);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As of [`unpack_places`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,gfni")]
+unsafe fn unpack_by_registers(row: usize, lines: &[u8], to: &mut [MaybeUninit<[u8; 64]>]) {
+    // SAFETY: as promised to this function.
+    unsafe { by_place!(row, unpack_places(lines, to, false)) }
+}
+
 /// Tokens that share one pass over a tile of codes: two accumulators each, and the weights, in 32 registers. Half as
-/// many of llama.cpp's types, which compiles in half the time; many tokens are AMX's.
+/// many of llama.cpp's types, which compiles in half the time.
 const fn most_tokens(number: usize) -> usize {
     if number < 3 { 12 } else { 6 }
 }
@@ -382,7 +487,8 @@ unsafe fn block<const ROW: usize, const T: usize, const CHAINS: usize>(
                 for t in 0..T {
                     // SAFETY: 4 codes of the 16 inputs from k on.
                     let four = unsafe { codes[t].add(at + 4 * j).cast::<i32>().read_unaligned() };
-                    let c = j % CHAINS;
+                    // Sums of groups as short as 16 are independent of each other soon enough.
+                    let c = if row(ROW).group_size == 16 { 0 } else { j % CHAINS };
                     dot[t][c] = _mm512_dpbusd_epi32(dot[t][c], w[j], _mm512_set1_epi32(four));
                 }
             }

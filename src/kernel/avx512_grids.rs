@@ -2,8 +2,8 @@
 //! memory elsewhere.
 //!
 //! In registers the 64 places of a line, four of each of 16 rows, are looked up at once, in the order in which they
-//! lie; activations are brought into that order, or, for AMX, codes into theirs. A place stands for few levels, which
-//! it takes little to look up, and a second table makes codes of levels and signs:
+//! lie; activations are brought into that order, or, for AMX and many tokens, codes into theirs. A place stands for few
+//! levels, which it takes little to look up, and a second table makes codes of levels and signs:
 //!
 //! ```text
 //! plane   [places of the grid] bytes   of a run of four: two levels of 3 bits, in bits 0 to 2 and 5 to 7; two planes
@@ -330,16 +330,16 @@ impl Tables {
     }
 }
 
-/// Writes the codes of whole super-blocks as signed bytes, 16 rows of 4 inputs in a row to a line.
+/// Writes the codes of whole super-blocks as bytes, signed or with the row's bias: 16 rows of 4 inputs to a line.
 ///
 /// # Safety
 /// AVX-512 F, BW, VL and VBMI, GFNI; `ROW` has places; `lines` are whole super-blocks, and `to` has a line for each
 /// 4 of their inputs.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,gfni")]
-pub(super) unsafe fn unpack_places<const ROW: usize>(lines: &[u8], to: &mut [MaybeUninit<[u8; 64]>]) {
+pub(super) unsafe fn unpack_places<const ROW: usize>(lines: &[u8], to: &mut [MaybeUninit<[u8; 64]>], signed: bool) {
     // SAFETY: as promised to this function.
     let tables = unsafe { Tables::of::<ROW>() };
-    let bias = _mm512_set1_epi8(bias(ROW) as i8);
+    let bias = _mm512_set1_epi8(if signed { bias(ROW) as i8 } else { 0 });
     // Of two vectors the bytes of the first, or the words, where there are ones.
     let (bytes, words) = (_mm512_set1_epi16(0xff), _mm512_set1_epi32(0xffff));
     for (i, lines) in lines.chunks_exact(grid(ROW).words() * 64).enumerate() {
@@ -628,7 +628,7 @@ mod tests {
         });
         let mut found = [MaybeUninit::<[u8; 64]>::uninit(); 2 * SUPER_BLOCK / 4];
         // SAFETY: the caller has seen that the features are there; two super-blocks, and their lines.
-        unsafe { unpack_places::<ROW>(&bytes, &mut found) };
+        unsafe { unpack_places::<ROW>(&bytes, &mut found, true) };
         for k in (0..2 * SUPER_BLOCK).step_by(16) {
             let mut want = [[0u8; 64]; 4];
             // SAFETY: as above; lines of an array.

@@ -6,8 +6,9 @@ use std::arch::x86_64::*;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
-use super::avx2::{self, four, grid_runs, lookup, runs, scales8, sums};
-use super::tiles::{Scales, To, bias, half_lines, is_grid, row, step, table};
+use super::avx2::{self, grid_runs, lookup, runs, scales8, sums};
+use super::tiles::{INTEGER_ROWS, Scales, To, bias, by_row, half_lines, is_grid, row, step, table};
+use super::unpacked::{add_vnni, each_part, four};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Exists only where [`detect`] found the features: that is what every call below relies on.
@@ -28,10 +29,18 @@ impl Kernel for AvxVnni {
 
     fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]) {
         let count = x.check(self, layout, tiles, out);
-        avx2::each_block(layout, tiles, x, start, out, count, |scales, lines, x, out, to| {
-            // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
-            unsafe { avx2::by_precision!(layout.precision, block, scales, lines, x, out, to) }
-        });
+        let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream(layout, x.len()) };
+        // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
+        unsafe {
+            match layout.precision.row_number() {
+                Some(row @ ..INTEGER_ROWS) if x.len() >= avx2::least_tokens(row, x.group) => {
+                    by_row!(row, many_tokens[](layout, tiles.bytes, x, out, to))
+                }
+                _ => avx2::each_block(layout, tiles, x, out, to, |scales, lines, x, out, to| {
+                    avx2::by_precision!(layout.precision, block, scales, lines, x, out, to)
+                }),
+            }
+        }
     }
 
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
@@ -42,6 +51,43 @@ impl Kernel for AvxVnni {
 
     shared::elementwise! { "avx2,fma"; fn split(&self, x: &[f32], out: &mut [f32]); }
     shared::elementwise!("avx2,fma");
+}
+
+/// Tokens of a block: two sums each in registers, and two that wait in memory for the end of a group.
+const MOST_TOKENS: usize = 4;
+
+/// Many tokens through some tiles, which are unpacked once for all.
+///
+/// # Safety
+/// AVX2, FMA, F16C and VNNI in 256 bits; what `ActivationRows::check` promises.
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+unsafe fn many_tokens<const ROW: usize>(
+    layout: &MatrixLayout,
+    tiles: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    to: To,
+) {
+    each_part::<1>(
+        (layout, tiles),
+        x,
+        (MOST_TOKENS, bias(ROW)),
+        out,
+        to,
+        // SAFETY: as promised to this function.
+        |scales, lines, inputs, unpacked| unsafe { avx2::unpack_part::<ROW>(scales, lines, inputs, false, unpacked) },
+        |part, x, out, to| {
+            // SAFETY: as promised to this function; the part is unpacked.
+            unsafe {
+                match (x.len(), row(ROW).scales.have_offsets()) {
+                    (..=3, false) => add_vnni::<3, false, 0>(part, x, out, to),
+                    (..=3, true) => add_vnni::<3, true, 0>(part, x, out, to),
+                    (_, false) => add_vnni::<MOST_TOKENS, false, 0>(part, x, out, to),
+                    (_, true) => add_vnni::<MOST_TOKENS, true, 0>(part, x, out, to),
+                }
+            }
+        },
+    );
 }
 
 /// `T` tokens through one tile: `vpdpbusd` takes the weights as they lie, unsigned, and the bias is taken off with the

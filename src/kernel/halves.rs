@@ -37,7 +37,7 @@ impl Halves {
         let tokens = sums.len() / TILE_ROWS / 4;
         for token in (0..x.len()).step_by(tokens) {
             let rows = x.part(token, (x.len() - token).min(tokens)).code_rows();
-            let run = sums.len() / TILE_ROWS / rows.len();
+            let run = sums.len() / TILE_ROWS / rows.len() / 2 * 2; // kernels take two tiles at a time
             for first in (0..count).step_by(run) {
                 let some = first..count.min(first + run);
                 let width = some.len() * TILE_ROWS;

@@ -203,7 +203,7 @@ fn matmul_gives_equal_bits() {
             equal(|kernel| {
                 let x = prepare(kernel, &layout, &x);
                 let mut out = vec![f32::NAN; n * layout.n];
-                let tiles = Tiles::before(&weights, &next, Ahead::here());
+                let tiles = Tiles::before(&weights, &next, None);
                 kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Zero, &mut out);
                 let zero = bits(&out);
                 kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Out, &mut out);
@@ -211,6 +211,33 @@ fn matmul_gives_equal_bits() {
             });
         },
     );
+}
+
+/// As many tokens as unpack weights once for all, in blocks that are full or not, of one tile and of two.
+#[test]
+fn many_tokens_have_equal_bits() {
+    for precision in Precision::all() {
+        let unit = unit(precision);
+        // More inputs than are unpacked at a time, and a last part that is as short as can be.
+        let k = 1024_usize.next_multiple_of(unit) + unit;
+        let layout = MatrixLayout::new(3 * TILE_ROWS, k, precision).unwrap();
+        let mut random = Random(11);
+        let weights = tiles(&layout, &mut random);
+        let mut x = random.normals(22 * k);
+        // The largest activations beside what may be the largest codes.
+        x[2 * k..3 * k].fill(1.0);
+        x[3 * k..4 * k].fill(-1.0);
+        for n in [3, 4, 7, 9, 13, 20] {
+            equal(|kernel| {
+                let x = prepare(kernel, &layout, &x);
+                let mut out = vec![f32::NAN; n * layout.n];
+                kernel.matmul(&layout, &weights[..].into(), &x.rows(2..2 + n), Start::Zero, &mut out);
+                let zero = bits(&out);
+                kernel.matmul(&layout, &weights[..].into(), &x.rows(2..2 + n), Start::Out, &mut out);
+                (zero, bits(&out))
+            });
+        }
+    }
 }
 
 #[test]

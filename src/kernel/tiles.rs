@@ -3,11 +3,11 @@
 
 use std::ops::Range;
 
-#[cfg(target_arch = "x86_64")]
-use moebius_cache::ScaleType;
 use moebius_cache::pack::MatrixLayout;
 #[cfg(target_arch = "x86_64")]
-use moebius_cache::pack::{CodeType, Grid, Row};
+use moebius_cache::pack::{self, CodeType, Grid, Row};
+#[cfg(target_arch = "x86_64")]
+use moebius_cache::{Precision, ScaleType};
 
 #[cfg(target_arch = "x86_64")]
 use super::Start;
@@ -25,23 +25,32 @@ impl Ahead {
     /// Two cores of a Xeon, INT4 g128, one token, best share of plain reading (V2-Lite, Qwen3-30B, Kimi K2): 93 to 95,
     /// 89 to 91, 98 to 101% with 4096 and 1024; 88, 82, 91% with L1 alone; 82, 81, 85% with 8 KiB instead of 4.
     /// Sixteen cores, the time of a layer: 4% less with 6144 or 8192 than with 4096, 8% more without L2's.
+    #[cfg(target_arch = "x86_64")]
     const INTEL: Ahead = Ahead { l2: 6144, l1: 1024 };
 
     /// Two cores of an EPYC (Zen 4), the same: 18 to 30% less time than with 4096 and 1024, a page to the byte being
     /// the worst distance of all; 5 to 8% less than with 8192, and steadier than with none.
+    #[cfg(target_arch = "x86_64")]
     const AMD: Ahead = Ahead { l2: 6144, l1: 0 };
 
-    /// What helps most on the processor that this runs on.
-    pub fn here() -> Ahead {
-        #[cfg(target_arch = "x86_64")]
-        {
-            static AMD: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
-            // "AuthenticAMD", four letters to a register.
-            if *AMD.get_or_init(|| std::arch::x86_64::__cpuid(0).ebx.to_le_bytes() == *b"Auth") {
-                return Ahead::AMD;
-            }
+    /// Two cores of an EPYC (Zen 5), weights from RAM, 9 to 11 KiB instead of 6144: Q4_K, Q5_K, Q6_K, IQ4_XS and NVFP4
+    /// are read 3 to 15% faster with one row of activations, codes of up to 6 bits up to 20% with two; INT4 in groups
+    /// of 128 with one row, INT8 and BF16 up to 7% slower.
+    #[cfg(target_arch = "x86_64")]
+    const AMD_FAR: Ahead = Ahead { l2: 10752, l1: 0 };
+
+    /// What helps most on the processor that this runs on, with so many rows of activations.
+    #[cfg(target_arch = "x86_64")]
+    fn of(precision: Precision, rows: usize) -> Ahead {
+        static AMD: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+        // "AuthenticAMD", four letters to a register.
+        if !*AMD.get_or_init(|| std::arch::x86_64::__cpuid(0).ebx.to_le_bytes() == *b"Auth") {
+            return Ahead::INTEL;
         }
-        Ahead::INTEL
+        let is_far = precision
+            .row_number()
+            .is_some_and(|number| row(number).codes.bits() < 8 && (rows > 1 || takes_long(number)));
+        if is_far { Ahead::AMD_FAR } else { Ahead::AMD }
     }
 }
 
@@ -50,12 +59,13 @@ impl Ahead {
 pub struct Tiles<'a> {
     pub(super) bytes: &'a [u8],
     next: &'a [u8],
-    ahead: Ahead,
+    ahead: Option<Ahead>,
 }
 
 impl<'a> Tiles<'a> {
-    /// Tiles after which the caller reads `next`: it is on its way when they are done.
-    pub fn before(bytes: &'a [u8], next: &'a [u8], ahead: Ahead) -> Self {
+    /// Tiles after which the caller reads `next`: it is on its way when they are done. How far ahead, a kernel knows
+    /// best.
+    pub fn before(bytes: &'a [u8], next: &'a [u8], ahead: Option<Ahead>) -> Self {
         Self { bytes, next, ahead }
     }
 
@@ -73,23 +83,24 @@ impl<'a> Tiles<'a> {
 
     /// Asks for what is read some time after the kilobyte that begins at byte `at`, as kernels do: reading alone can be
     /// timed so.
-    pub fn prefetch(&self, at: usize) {
+    pub fn prefetch(&self, layout: &MatrixLayout, at: usize) {
         #[cfg(target_arch = "x86_64")]
         {
             let at = self.bytes[at..].as_ptr();
-            self.stream().from(at).prefetch(at, 16);
+            self.stream(layout, 1).from(at).prefetch(at, 16);
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = at;
+        let _ = (layout, at);
     }
 
-    /// The addresses that are read some time after those of the tiles.
+    /// The addresses that are read some time after those of the tiles, with so many rows of activations.
     #[cfg(target_arch = "x86_64")]
     #[inline]
-    pub(super) fn stream(&self) -> Stream {
+    pub(super) fn stream(&self, layout: &MatrixLayout, rows: usize) -> Stream {
+        let ahead = self.ahead.unwrap_or_else(|| Ahead::of(layout.precision, rows));
         let end = self.bytes.as_ptr_range().end.addr();
         let jump = if self.next.is_empty() { 0 } else { self.next.as_ptr().addr().wrapping_sub(end) };
-        Stream { end, jump, ahead: self.ahead }
+        Stream { end, jump, ahead }
     }
 
     /// Where what is read after the tiles begins.
@@ -102,7 +113,7 @@ impl<'a> Tiles<'a> {
 impl<'a> From<&'a [u8]> for Tiles<'a> {
     /// Tiles in a longer run of them: what lies behind them is read next.
     fn from(bytes: &'a [u8]) -> Self {
-        Self { bytes, next: &[], ahead: Ahead::here() }
+        Self { bytes, next: &[], ahead: None }
     }
 }
 
@@ -126,6 +137,12 @@ impl Stream {
             bytes.wrapping_add(jump)
         };
         Distances { l2: after(self.ahead.l2), l1: after(self.ahead.l1) }
+    }
+
+    /// Where `at` is, which may lie after the tiles.
+    #[inline(always)]
+    pub(super) fn place(self, at: *const u8) -> *const u8 {
+        if at.addr() < self.end { at } else { at.wrapping_add(self.jump) }
     }
 }
 
@@ -246,6 +263,13 @@ pub(super) const fn table(codes: CodeType, add: i32) -> [i8; 16] {
         i += 1;
     }
     table
+}
+
+/// Whether a row's codes or scales take many instructions to unpack.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(super) const fn takes_long(number: usize) -> bool {
+    row(number).codes.bits() % 2 == 1 || !matches!(row(number).scales, pack::Scales::Plain)
 }
 
 /// Bytes of the lines of 16 inputs, but for an odd bit's.

@@ -307,7 +307,7 @@ fn multiply<'x>(
     store: impl Fn(usize, usize, usize, &[f32], usize),
 ) {
     // Weights stay in L2 while tokens pass over them, and 64 tokens stay there while the weights do.
-    let run = (RUN_BYTES / layout.tile_bytes()).max(TILES);
+    let run = (RUN_BYTES / layout.tile_bytes() / TILES).max(1) * TILES;
     for from in tiles.clone().step_by(run) {
         let to = tiles.end.min(from + run);
         for first in (0..tokens).step_by(TOKENS) {

@@ -12,8 +12,8 @@ pub(super) const TOKEN_BLOCK: usize = 64;
 /// choices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// How far ahead of their use weights are asked for.
-    pub ahead: Ahead,
+    /// How far ahead of their use weights are asked for, if not as the kernel knows best.
+    pub ahead: Option<Ahead>,
     /// The runs of tiles of `gate` and `up` that workers claim.
     pub gate_cut: Cut,
     /// The runs of tiles of `down`, in each of which all experts are added up.
@@ -31,7 +31,7 @@ pub struct Tuning {
 impl Default for Tuning {
     fn default() -> Self {
         Self {
-            ahead: Ahead::here(),
+            ahead: None,
             gate_cut: Cut::DEFAULT,
             down_cut: Cut::DEFAULT,
             gate_tiles: 2,
