@@ -151,7 +151,7 @@ unsafe fn many_tokens<const ROW: usize>(
 /// Brings some inputs of a tile into `unpacked`.
 ///
 /// # Safety
-/// AVX2 and F16C; the inputs are whole blocks of 32 of a tile, of a grid whole super-blocks, for which there is room.
+/// AVX2 and F16C; the inputs are whole blocks of 32 of a tile, of a grid whole super-blocks; they have room.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 pub(super) unsafe fn unpack_part<const ROW: usize>(

@@ -90,7 +90,7 @@ const MOST_512: usize = 6;
 
 /// From so many tokens on [`many_tokens`] takes less time: earlier where unpacking takes long.
 const fn least_tokens(number: usize) -> usize {
-    if takes_long(number) { 9 } else { 13 }
+    if takes_long(number) { 9 } else { 17 }
 }
 
 /// Many tokens through some tiles, which are unpacked once for all.
@@ -134,7 +134,7 @@ unsafe fn many_tokens<const ROW: usize>(
 /// Brings some inputs of a tile into `unpacked`.
 ///
 /// # Safety
-/// AVX-512 F, BW, VL; the inputs are whole blocks of 32 of a tile, of a grid whole super-blocks, for which there is room.
+/// AVX-512 F, BW, VL; the inputs are whole blocks of 32 of a tile, of a grid whole super-blocks; they have room.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn unpack_part<const ROW: usize>(

@@ -74,7 +74,7 @@ pub(super) fn each_part<const W: usize>(
             let part_tiles = unsafe { unpacked[..width].assume_init_ref() };
             let part = Part { tiles: part_tiles, groups: from / x.group..inputs.end / x.group, bias };
             let to = if from == 0 { to } else { To { start: Start::Out, ..to } };
-            // What is unpacked next. Some of it is asked for with each block: a core waits when it asks for all at once.
+            // What is unpacked next. Some is asked for with each block: a core waits when it asks for all at once.
             let next = match inputs.end {
                 end if end < x.k => code(end)..code(x.k.min(end + PART)),
                 _ => tiles.len()..tiles.len() + code(x.k.min(PART)),
