@@ -85,8 +85,8 @@ pub(super) unsafe fn each_tile(
     }
 }
 
-/// Tokens of a block of AVX-512: of two tiles two sums each, in 32 registers.
-const MOST_512: usize = 6;
+/// Tokens of a block of [`many_tokens`]: of two tiles two sums each, in 32 registers.
+const MOST_TOKENS: usize = 6;
 
 /// From so many tokens on [`many_tokens`] takes less time: earlier where unpacking takes long.
 const fn least_tokens(number: usize) -> usize {
@@ -108,7 +108,7 @@ unsafe fn many_tokens<const ROW: usize>(
     each_part::<2>(
         (layout, tiles),
         x,
-        (MOST_512, bias(ROW)),
+        (MOST_TOKENS, bias(ROW)),
         out,
         to,
         // SAFETY: as promised to this function.
@@ -117,14 +117,14 @@ unsafe fn many_tokens<const ROW: usize>(
             // SAFETY: as promised to this function; the part is unpacked.
             unsafe {
                 match (part.tiles.len(), x.len(), row(ROW).scales.have_offsets()) {
-                    (1, _, false) => add_avx512::<MOST_512, 1, false>(part, x, out, to),
-                    (1, _, true) => add_avx512::<MOST_512, 1, true>(part, x, out, to),
+                    (1, _, false) => add_avx512::<MOST_TOKENS, 1, false>(part, x, out, to),
+                    (1, _, true) => add_avx512::<MOST_TOKENS, 1, true>(part, x, out, to),
                     (_, ..=4, false) => add_avx512::<4, 2, false>(part, x, out, to),
                     (_, ..=4, true) => add_avx512::<4, 2, true>(part, x, out, to),
                     (_, 5, false) => add_avx512::<5, 2, false>(part, x, out, to),
                     (_, 5, true) => add_avx512::<5, 2, true>(part, x, out, to),
-                    (.., false) => add_avx512::<MOST_512, 2, false>(part, x, out, to),
-                    (.., true) => add_avx512::<MOST_512, 2, true>(part, x, out, to),
+                    (.., false) => add_avx512::<MOST_TOKENS, 2, false>(part, x, out, to),
+                    (.., true) => add_avx512::<MOST_TOKENS, 2, true>(part, x, out, to),
                 }
             }
         },
