@@ -33,9 +33,9 @@ impl Ahead {
     #[cfg(target_arch = "x86_64")]
     const AMD: Ahead = Ahead { l2: 6144, l1: 0 };
 
-    /// Two cores of an EPYC (Zen 5), weights from RAM, 9 to 11 KiB instead of 6144: Q4_K, Q5_K, Q6_K, IQ4_XS and NVFP4
-    /// are read 3 to 15% faster with one row of activations, codes of up to 6 bits up to 20% with two; INT4 in groups
-    /// of 128 with one row, INT8 and BF16 up to 7% slower.
+    /// Two cores of an EPYC (Zen 5), weights from RAM, 9.5 and 11 KiB instead of 6: Q4_K, Q5_K, Q6_K, IQ4_XS and NVFP4
+    /// are read 3 to 22% faster with one row of activations, Q4_K, Q6_K and MXFP4 1 to 17% with two; INT8 and BF16 2 to
+    /// 8% slower with one, INT4 in groups of 128 between 7% slower and 4% faster.
     #[cfg(target_arch = "x86_64")]
     const AMD_FAR: Ahead = Ahead { l2: 10752, l1: 0 };
 
