@@ -47,8 +47,6 @@ const RECORDS: usize = 4096;
 const SLOTS: usize = 8;
 /// How long the owner polls after it has served: longer than what is between two layers.
 const POLL: Duration = Duration::from_millis(2);
-/// How long workers spin between two layers.
-const SPIN: Duration = Duration::from_micros(400);
 
 const PANICKED: &str = "the experts' thread panicked: see its message above";
 
@@ -149,7 +147,6 @@ impl StreamPort {
             cuda.synchronize()?;
             Ok(&*Box::leak(Box::new(mailroom)))
         })?;
-        team.spin_for(SPIN);
         let team = team.clone();
         std::thread::Builder::new()
             .name("moebius-experts".into())

@@ -2,9 +2,9 @@
 //! engine goes on from there (`machine/workers/crews.rs`).
 //!
 //! ```text
-//! a step     4 MiB of weights, in the precision of the experts, times some rows, as dense layers do
-//! few rows   one row: as many workers as read fastest
-//! many rows  32 rows: as many as multiply fastest
+//! a step     some weights, in the precision of the experts, times some rows, as dense layers do
+//! few rows   4 MiB, one row: as many workers as read fastest
+//! many rows  16 MiB, 32 rows: as many as multiply fastest
 //! ```
 //!
 //! Whatever slows a team down is in the steps: threads that share a core and do not say so, cores that others use,
@@ -34,8 +34,10 @@ use crate::machine::workers::{Crews, Team, sizes_of};
 
 /// Weights that the steps read in turn: more than stays in a cache.
 pub(crate) const SAMPLE_BYTES: usize = 512 << 20;
-/// Weights of a step.
-const STEP_BYTES: usize = 4 << 20;
+/// A matrix of the weights. Steps of one row take one, as decode does; those of many take several, because dispatches
+/// of a prompt are long.
+const MATRIX_BYTES: usize = 4 << 20;
+const MATRICES_OF_MANY: usize = 4;
 /// Inputs of a row.
 const INPUTS: usize = 2048;
 /// Rows of a step of many: an expert's in a prompt.
@@ -155,22 +157,24 @@ struct Steps {
     team: Arc<Team>,
     backend: Cpu,
     weights: Vec<Linear>,
-    rows: [(Tensor, Tensor); 2], // what goes in and comes out: of one row, of many
+    inputs: [Tensor; 2], // of one row, of many
+    out: [Tensor; MATRICES_OF_MANY],
     next: usize,
 }
 
 impl Steps {
     fn new(team: &Arc<Team>, kernel: &'static dyn Kernel, precision: Precision, sample: usize) -> Result<Self> {
         let backend = Cpu::new(team.clone(), kernel);
-        let sample = sample.min((topology::available_bytes() / 8) as usize).max(2 * STEP_BYTES);
-        let n = STEP_BYTES / MatrixLayout::new(TILE_ROWS, INPUTS, precision)?.bytes() * TILE_ROWS;
-        let weights = (0..sample / STEP_BYTES).map(|_| backend.sample(n, INPUTS, precision)).collect::<Result<_>>()?;
-        let rows = [1, MANY].map(|rows| {
+        let sample = sample.min((topology::available_bytes() / 8) as usize).max(MATRICES_OF_MANY * MATRIX_BYTES);
+        let n = MATRIX_BYTES / MatrixLayout::new(TILE_ROWS, INPUTS, precision)?.bytes() * TILE_ROWS;
+        let weights = (0..sample / MATRIX_BYTES).map(|_| backend.sample(n, INPUTS, precision)).collect::<Result<_>>()?;
+        let inputs = [1, MANY].map(|rows| {
             let mut x = Tensor::new(rows, INPUTS);
             x.data_mut().fill(0.5);
-            (x, Tensor::new(rows, n))
+            x
         });
-        Ok(Self { team: team.clone(), backend, weights, rows, next: 0 })
+        let out = std::array::from_fn(|_| Tensor::new(MANY, n));
+        Ok(Self { team: team.clone(), backend, weights, inputs, out, next: 0 })
     }
 
     /// Seconds of a step with each number of workers at a stride, of one row and, as the second of two kinds, of many:
@@ -189,20 +193,33 @@ impl Steps {
         best
     }
 
-    fn turn(&mut self, rows: usize) -> f64 {
-        (0..WARM).for_each(|_| self.step(rows));
+    fn turn(&mut self, kind: usize) -> f64 {
+        (0..WARM).for_each(|_| self.step(kind));
         let (started, mut steps) = (Instant::now(), 0);
         while steps == 0 || started.elapsed() < TURN {
-            self.step(rows);
+            self.step(kind);
             steps += 1;
         }
         started.elapsed().as_secs_f64() / f64::from(steps)
     }
 
-    fn step(&mut self, rows: usize) {
-        let (x, out) = &mut self.rows[rows];
-        self.backend.linears(x, [(&self.weights[self.next % self.weights.len()], out)]);
-        self.next += 1;
+    fn step(&mut self, kind: usize) {
+        let Self { backend, weights, inputs, out, next, .. } = self;
+        let x = &inputs[kind];
+        out.iter_mut().for_each(|out| out.set_rows(x.rows()));
+        let mut matrices = weights.iter().cycle().skip(*next);
+        let mut job = |out| (matrices.next().expect("they come again and again"), out);
+        let taken = match kind {
+            0 => {
+                backend.linears(x, [job(&mut out[0])]);
+                1
+            }
+            _ => {
+                backend.linears(x, out.each_mut().map(job));
+                MATRICES_OF_MANY
+            }
+        };
+        *next = (*next + taken) % weights.len();
     }
 }
 

@@ -18,7 +18,7 @@ mod ways;
 
 use std::panic::resume_unwind;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use moebius_cache::format::ExpertCache;
 
@@ -215,8 +215,6 @@ impl ExpertParts<'_> {
         let (memory, all) = self.place(cache, &sizes, report)?;
         let mut cpu = self.cpu(&memory, sizes.cpu_tokens * sizes.top_k)?;
         let speeds = if all { None } else { Some(measure(cuda, self.team, &mut cpu, &sizes)?) };
-        // Between two layers' experts the device has its turn.
-        self.team.spin_for(DEVICE_TURN);
         cuda.enter_thread()?;
         let costs = speeds.unwrap_or(CostModel::NOTHING_IN_RAM);
         let executor = GpuExperts::new(cuda.clone(), self.heap, cpu, sizes, costs, forced(self.spec.config))?;
@@ -396,9 +394,6 @@ fn describe(
 
 /// What a rank may take of RAM while its weights are loaded: some tensors, the largest in f32.
 const LOADING_BYTES: u64 = 8 << 30;
-
-/// Longer than the device takes from one layer's experts to the next one's, in decode.
-const DEVICE_TURN: Duration = Duration::from_micros(400);
 
 /// Bytes over which speeds are measured.
 const SAMPLE_BYTES: usize = 128 << 20;

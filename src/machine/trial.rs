@@ -3,12 +3,16 @@
 //! Several trials may run at the same time, each with runs of its own length: so that none always changes its way when
 //! another one does.
 
-/// Steps in which the best way is kept.
-const KEPT: usize = 2048;
+/// Steps in which the best way is kept: at first, and at most. Twice as many each time that the same one is best again.
+const KEPT: (usize, usize) = (2048, 16384);
 
 /// Turns after which a way that is clearly slower is tried no more, and by how much.
 const EARLY: usize = 8;
 const CLEARLY: f32 = 1.1;
+
+/// A way is tried no more after so many steps in its first run that take so many times another one's, and the run is
+/// broken off: somebody waits for these steps. What ran first has nothing to be compared with before its second run.
+const HOPELESS: (usize, f32) = (4, 2.0);
 
 /// All ways in turn, for runs of `RUN` steps and up to `TURNS` turns, then the best one for many.
 #[derive(Clone, Copy, Debug)]
@@ -16,9 +20,11 @@ pub struct Trial<const WAYS: usize, const RUN: usize, const TURNS: usize> {
     way: usize, // of the next step
     tried: [bool; WAYS],
     steps: usize, // of this run that are over
+    long: usize,  // of them, those that look hopeless
     turns: usize, // that are over
     seconds: [[f32; TURNS]; WAYS],
-    kept: usize, // steps for which the best way is still kept
+    kept: usize,                  // steps for which the best way is still kept
+    last: Option<(usize, usize)>, // the way that was best in the last trial, and for how many steps it was kept
 }
 
 impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Trial<WAYS, RUN, TURNS> {
@@ -33,16 +39,19 @@ impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Trial<WAYS, RUN, T
         if self.kept > 0 {
             self.kept -= 1;
             if self.kept == 0 {
-                *self = Self::default();
+                *self = Self { last: self.last, ..Self::default() };
             }
             return None;
         }
         self.seconds[self.way][self.turns] += seconds;
         self.steps += 1;
-        if self.steps < RUN {
+        if self.is_hopeless(seconds) {
+            self.tried[self.way] = false;
+            self.seconds[self.way] = [f32::INFINITY; TURNS];
+        } else if self.steps < RUN {
             return None;
         }
-        self.steps = 0;
+        (self.steps, self.long) = (0, 0);
         if let Some(next) = (self.way + 1..WAYS).find(|&way| self.tried[way]) {
             self.way = next;
             return None;
@@ -58,6 +67,18 @@ impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Trial<WAYS, RUN, T
         is_over.then(|| self.medians())
     }
 
+    /// Whether it is, after a step that took so long.
+    fn is_hopeless(&mut self, seconds: f32) -> bool {
+        if self.turns > 1 {
+            return false;
+        }
+        let others = (0..WAYS).filter(|&way| way != self.way);
+        let runs = others.flat_map(|way| &self.seconds[way][..self.turns + usize::from(way < self.way)]);
+        let limit = HOPELESS.1 * runs.copied().fold(f32::INFINITY, f32::min);
+        self.long += usize::from(seconds > limit / RUN as f32);
+        self.long == HOPELESS.0 && self.seconds[self.way][..self.turns].iter().all(|&seconds| seconds > limit)
+    }
+
     fn medians(&self) -> [f32; WAYS] {
         std::array::from_fn(|way| {
             let mut all = self.seconds[way];
@@ -68,13 +89,18 @@ impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Trial<WAYS, RUN, T
 
     /// The best way, after a trial.
     pub fn keep(&mut self, best: usize) {
-        (self.way, self.kept) = (best, KEPT);
+        self.kept = match self.last {
+            Some((last, kept)) if last == best => (2 * kept).min(KEPT.1),
+            _ => KEPT.0,
+        };
+        (self.way, self.last) = (best, Some((best, self.kept)));
     }
 }
 
 impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Default for Trial<WAYS, RUN, TURNS> {
     fn default() -> Self {
-        Self { way: 0, tried: [true; WAYS], steps: 0, turns: 0, seconds: [[0.0; TURNS]; WAYS], kept: 0 }
+        let seconds = [[0.0; TURNS]; WAYS];
+        Self { way: 0, tried: [true; WAYS], steps: 0, long: 0, turns: 0, seconds, kept: 0, last: None }
     }
 }
 
@@ -155,19 +181,39 @@ mod tests {
 
     fn the_best_way_is_kept<const RUN: usize>() {
         let mut trial = Trial::<3, RUN, TURNS>::default();
-        for (seconds, taken) in [
-            ([1.0, 0.9375, 0.96875], [TURNS; 3]),
-            ([1.0, 1.0625, 1.5], [TURNS, TURNS, EARLY]),
-            ([1.25, 1.0, 1.5], [EARLY; 3]),
+        for (seconds, taken, kept) in [
+            ([1.0, 0.9375, 0.96875], [TURNS; 3], KEPT.0),
+            ([1.0, 1.0625, 1.5], [TURNS, TURNS, EARLY], KEPT.0),
+            ([1.25, 1.0, 1.5], [EARLY; 3], KEPT.0),
+            ([1.25, 1.0, 1.5], [EARLY; 3], 2 * KEPT.0),
         ] {
             assert_eq!(run(&mut trial, seconds), (seconds, taken));
             let best = (0..3).min_by(|&a, &b| seconds[a].total_cmp(&seconds[b])).unwrap();
             trial.keep(best);
-            for _ in 0..KEPT {
+            for _ in 0..kept {
                 assert_eq!((trial.way(), trial.took(9.0)), (best, None));
             }
             assert_eq!(trial.way(), 0);
         }
+    }
+
+    #[test]
+    fn a_hopeless_way_ends_at_once() {
+        let mut trial = Trial::<3, 12, TURNS>::default();
+        let (mut steps, mut medians) = ([0; 3], None);
+        while medians.is_none() {
+            steps[trial.way()] += 1;
+            medians = trial.took([9.0, 1.0, 5.0][trial.way()]);
+        }
+        // That the first way is one of them is known when another one has run.
+        assert_eq!(steps, [12 + 4, 2 * 12, 4]);
+        assert_eq!(medians, Some([f32::INFINITY, 12.0, f32::INFINITY]));
+        // One long step says nothing about a way.
+        let mut trial = Trial::<3, 12, TURNS>::default();
+        for step in 0..3 * 12 * EARLY - 1 {
+            assert_eq!(trial.took(if step == 12 { 40.0 } else { 1.0 }), None);
+        }
+        assert_eq!(trial.tried, [true; 3]);
     }
 
     #[test]

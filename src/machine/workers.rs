@@ -383,12 +383,6 @@ impl Team {
         done
     }
 
-    /// How long workers spin between dispatches before they sleep. Longer is for callers that dispatch after another
-    /// device's turn.
-    pub fn spin_for(&self, time: Duration) {
-        self.state.start.0.spin_us.store(u32::try_from(time.as_micros()).unwrap_or(u32::MAX), Relaxed);
-    }
-
     /// Workers that take part in the next dispatch.
     pub fn working(&self) -> usize {
         self.state.active.load(Relaxed) as usize

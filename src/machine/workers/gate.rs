@@ -7,20 +7,22 @@ use std::sync::atomic::{
 };
 use std::time::{Duration, Instant};
 
-/// How long a waiting thread spins before it sleeps: longer than the gaps inside a decode step, shorter than a
-/// scheduler's time slice, so that a thread whose core was taken away does not hold the others' cores as well.
-const SPIN_US: u32 = 50;
+/// How long a waiting thread spins before it also offers its core to others: longer than the gaps inside a decode step.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// How long it waits in all before it sleeps. Waking dozens of threads takes a third of a millisecond: whoever waits for
+/// less is asleep again before the last one has come, and every dispatch from then on wakes them all.
+const AWAKE: Duration = Duration::from_millis(1);
 
 /// A word that threads wait on, with a count of those asleep: without sleepers, a change makes no system call.
 pub(crate) struct Gate {
     value: AtomicU32,
     asleep: AtomicU32,
-    pub(super) spin_us: AtomicU32, // before a thread that waits here sleeps
 }
 
 impl Gate {
     pub(crate) const fn new(value: u32) -> Self {
-        Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0), spin_us: AtomicU32::new(SPIN_US) }
+        Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0) }
     }
 
     /// The value; what its writer wrote before is visible.
@@ -38,7 +40,7 @@ impl Gate {
 
     #[cold]
     fn wait_long(&self, ready: impl Fn(u32) -> bool) {
-        let (start, spin) = (Instant::now(), Duration::from_micros(u64::from(self.spin_us.load(Relaxed))));
+        let start = Instant::now();
         loop {
             for _ in 0..32 {
                 std::hint::spin_loop();
@@ -46,8 +48,10 @@ impl Gate {
                     return;
                 }
             }
-            if start.elapsed() > spin {
-                break;
+            match start.elapsed() {
+                waited if waited > AWAKE => break,
+                waited if waited > SPIN => std::thread::yield_now(),
+                _ => {}
             }
         }
         // Sequentially consistent here and in `set`: of the count and the value at least one is seen by the other side.
