@@ -12,7 +12,7 @@
 //
 //   experts_{gate_up|down}_wgmma_{int4_g64|int4_g32|mxfp4_g32}_t{48|96|176}     grid (blocks)
 //   experts_{gate_up|down}_wgmma_{int8_g64|int8_g32}_t{96|176}
-//   experts_{gate_up|down}_wgmma_q4_k_t{48|96|176}
+//   experts_{gate_up|down}_wgmma_{q4_k|q5_k|q6_k}_t{48|96|176}
 //   experts_{gate_up|down}_wgmma_any_row_t{80|144}
 //
 // Blocks: the device's multiprocessors, less those of kernels beside them: a block that waits for one has its pieces
@@ -67,17 +67,23 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
     static constexpr int FEWEST = TOKENS > 96 && F != ANY_ROW ? 96 : 48,
                          COLUMNS_STEP = TOKENS % 48 == 0 ? 48 : TOKENS - FEWEST;
     static_assert((TOKENS - FEWEST) % COLUMNS_STEP == 0, "the last step has all");
-    static constexpr bool WGMMA = true, ROWS = F == ANY_ROW;
+    static constexpr bool WGMMA = true, ROWS = F == ANY_ROW, COUNTED = is_counted(F);
     static constexpr int REGISTERS = 65536 / THREADS / 8 * 8, // of each thread, in the beginning
         CONSUMER_REGISTERS = TOKENS > 96 ? 232
         : CONSUMERS == 2                 ? 224
         : CONSUMERS == 3                 ? 152
                                          : 112,
                          COPYING_REGISTERS = REGISTERS * (CONSUMERS + 1) - CONSUMER_REGISTERS * CONSUMERS;
-    static constexpr int TILE_BYTES = ROWS ? TILE_ROWS * K * 2 : K / K_BLOCK * Lines<F>::PER_BLOCK * LINE_BYTES,
+    static constexpr int TILE_BYTES = ROWS ? TILE_ROWS * K * 2 : K / K_BLOCK * lines_of_block<F>() * LINE_BYTES,
                          SPANS = ROWS ? 0 : K / SPAN;
-    // Scales of a tile; of Q4_K the head of its super-block, and the counts of each group.
-    static constexpr int SCALE_BYTES = F == Q4_K ? RowOf<Q4_K>::HEAD + SPANS * RowOf<Q4_K>::RECORD : SPANS * 32;
+    // Scales of a tile; of K types the head of its super-block, and the counts of each group.
+    static constexpr int scale_bytes() {
+        if constexpr (COUNTED)
+            return RowOf<F>::HEAD + SPANS * RowOf<F>::RECORD;
+        else
+            return SPANS * 32;
+    }
+    static constexpr int SCALE_BYTES = scale_bytes();
     // Shared memory: the stages, each with rows, which wgmma wants aligned to 1024 bytes, and lines and scales; of
     // ANY_ROW, what is unpacked; then the barriers, the pieces, the warps' places, and the grid.
     static constexpr int LINES_AT = TOKENS * K * 2, SCALES_AT = LINES_AT + (ROWS ? 0 : BAND_TILES * TILE_BYTES),
@@ -190,13 +196,15 @@ template <class S> struct TokenCopies {
     }
 };
 
-// What a copying thread brings of the weights as they lie: the same chunk of every so many tiles. Past the last tile it
-// is copied again.
+// What a copying thread brings of the weights as they lie: every so many chunks. Past the last tile it is copied again.
 template <class S> struct LineCopies {
-    static constexpr int CHUNKS = S::TILE_BYTES / 16, STEP = WARPGROUP / CHUNKS, COPIES = S::BAND_TILES / STEP,
+    static constexpr int CHUNKS = S::TILE_BYTES / 16, COPIES = S::BAND_TILES * CHUNKS / WARPGROUP,
                          SCALE_CHUNKS = S::SCALE_BYTES / 16, SCALES = S::BAND_TILES * SCALE_CHUNKS,
                          SCALE_COPIES = div_ceil(SCALES, WARPGROUP);
-    static_assert(WARPGROUP % CHUNKS == 0, "chunks are dealt out evenly");
+    static_assert(S::BAND_TILES * CHUNKS % WARPGROUP == 0, "chunks are dealt out evenly");
+    // Super-blocks are whole, so that all stages of K types are.
+    static constexpr bool HALVES = !S::COUNTED;
+    static_assert(!HALVES || WARPGROUP % CHUNKS == 0, "a thread's chunks are in one half of the inputs");
     uint32_t from[COPIES];
     const uint8_t *lines, *scales[SCALE_COPIES];
     int group_shift;
@@ -211,16 +219,19 @@ template <class S> struct LineCopies {
             return matrix + (size_t)min(piece.band * S::BAND_TILES + i, a.tiles - 1) * bytes.all;
         };
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) from[i] = (uint32_t)(tile(tid / CHUNKS + i * STEP) - tile(0));
-        lines = tile(0) + bytes.scales + tid % CHUNKS * 16;
+        for (int i = 0; i < COPIES; i++) {
+            const int at = tid + i * WARPGROUP;
+            from[i] = (uint32_t)(tile(at / CHUNKS) - tile(0)) + at % CHUNKS * 16;
+        }
+        lines = tile(0) + bytes.scales;
 #pragma unroll
         for (int i = 0; i < SCALE_COPIES; i++) scales[i] = tile((tid + i * WARPGROUP) / SCALE_CHUNKS);
     }
 
     // Where chunk `chunk` of a tile's scales is, from the tile on.
     __device__ __forceinline__ int scales_at(int k0, int chunk) const {
-        if constexpr (S::F == Q4_K) {
-            using R = RowOf<Q4_K>;
+        if constexpr (S::COUNTED) {
+            using R = RowOf<S::F>;
             static_assert(R::SUPER_BLOCK % S::K == 0 && R::HEAD % 16 == 0 && R::SUPER_BYTES % 16 == 0 &&
                     S::SPANS * R::RECORD % 16 == 0,
                 "chunks of a super-block");
@@ -234,14 +245,13 @@ template <class S> struct LineCopies {
         const int tid = threadIdx.x % WARPGROUP;
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
-            copy_async_16(
-                stage.lines + tid * 16 + i * WARPGROUP * 16, lines + from[i], whole || tid % CHUNKS < CHUNKS / 2);
+            copy_async_16(stage.lines + tid * 16 + i * WARPGROUP * 16, lines + from[i],
+                !HALVES || whole || tid % CHUNKS < CHUNKS / 2);
 #pragma unroll
         for (int i = 0; i < SCALE_COPIES; i++) {
             const int at = tid + i * WARPGROUP, chunk = at % SCALE_CHUNKS;
             if (at >= SCALES) break;
-            // Of Q4_K all stages are whole.
-            copy_async_16(stage.scales + at * 16, scales[i] + scales_at(k0, chunk), whole || chunk < 2);
+            copy_async_16(stage.scales + at * 16, scales[i] + scales_at(k0, chunk), !HALVES || whole || chunk < 2);
         }
         lines += S::TILE_BYTES;
     }
@@ -574,5 +584,11 @@ PERSISTENT(int8_g32, INT8, 32, 176, 2, 5, 204108)
 PERSISTENT(q4_k, Q4_K, 32, 48, 4, 8, 217628)
 PERSISTENT(q4_k, Q4_K, 32, 96, 2, 10, 229788)
 PERSISTENT(q4_k, Q4_K, 32, 176, 2, 6, 201052)
+PERSISTENT(q5_k, Q5_K, 32, 48, 4, 7, 219660)
+PERSISTENT(q5_k, Q5_K, 32, 96, 2, 9, 225676)
+PERSISTENT(q5_k, Q5_K, 32, 176, 2, 6, 213340)
+PERSISTENT(q6_k, Q6_K, 16, 48, 4, 6, 207356)
+PERSISTENT(q6_k, Q6_K, 16, 96, 2, 8, 217468)
+PERSISTENT(q6_k, Q6_K, 16, 176, 2, 6, 225628)
 PERSISTENT(any_row, ANY_ROW, 64, 80, 3, 6, 221612)
 PERSISTENT(any_row, ANY_ROW, 64, 144, 2, 6, 221532)

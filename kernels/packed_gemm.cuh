@@ -305,7 +305,7 @@ __device__ __forceinline__ void load_lines(uint2 (&raw)[2][2], const typename S:
 }
 
 // What a lane brings of a warp's two tiles: rows 2g and 2g + 1 of each, the left operand of products of 16 inputs.
-template <class S, Format F = S::F> struct WgmmaWeights {
+template <class S, bool COUNTED_INTEGERS = is_counted(S::F)> struct WgmmaWeights {
     static_assert(S::K == 64 && S::WARP_TILES == 2, "rows of 128 bytes; 64 rows of weights to a product");
     static constexpr int STEPS = S::K / 16;
     uint2 raw[2][2];
@@ -340,35 +340,44 @@ template <class S, Format F = S::F> struct WgmmaWeights {
     }
 };
 
-// The same of Q4_K, whose stages have of each tile the super-block's head and the counts of two groups. Weights are
-// those of unpack_unit, bit for bit.
-template <class S> struct WgmmaWeights<S, Q4_K> {
-    using R = RowOf<Q4_K>;
-    static constexpr int STEPS = S::K / 16;
-    uint2 raw[2][2];
+// The same of K types from four bits on, whose stages have of each tile the super-block's head and the counts of its
+// groups. Weights are those of unpack_unit, bit for bit.
+template <class S> struct WgmmaWeights<S, true> {
+    static constexpr Format F = S::F;
+    using R = RowOf<F>;
+    static constexpr int STEPS = S::K / 16, STEPS_OF_GROUP = S::SPAN / 16, BITS = R::ROW.bits;
+    static_assert(S::SPAN == R::ROW.group && 4 <= BITS && BITS <= 6, "as codes are read here");
+    uint2 raw[2][2], upper[2];         // four bits of each half's codes, and what is above them in both
     uint32_t head[2][2], record[2][2]; // d and dmin of both rows; their bytes
     float2 scales[2][2];               // and offsets
-    int shift, places[2];              // of this lane's two inputs of eight
-    static_assert(S::SPAN == K_BLOCK, "a group to two steps");
+    int m, places[2];                  // of this lane's two inputs of eight
 
     __device__ __forceinline__ explicit WgmmaWeights(bool) {
         const int t = threadIdx.x % 4;
-        shift = t / 2 * 4;
+        m = t / 2;
         places[0] = above_128(t % 2 * 2), places[1] = above_128(t % 2 * 2 + 1);
     }
 
     __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
         const int g = threadIdx.x % WARP / 4, tile = threadIdx.x / WARP * 2;
-        load_lines<S>(raw, stage, tile, step);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
+            const unsigned char* lines = stage.lines + (tile + i) * S::TILE_BYTES + step / 2 * R::LINES * LINE_BYTES;
+            auto line = [&](int n) { return *reinterpret_cast<const uint2*>(lines + n * LINE_BYTES + g * 8); };
+#pragma unroll
+            for (int half = 0; half < 2; half++) raw[i][half] = line(step % 2 * (BITS == 6 ? 3 : 2) + half);
+            if (BITS == 6) upper[i] = line(step % 2 * 3 + 2);
+            if (BITS == 5 && step % 2 == 0) upper[i] = line(R::LINES - 1);
+
             const unsigned char* of = stage.scales + (tile + i) * S::SCALE_BYTES;
             auto two = [&](int at) { return *reinterpret_cast<const uint32_t*>(of + at); };
             auto one = [&](int at) { return (uint32_t)*reinterpret_cast<const uint16_t*>(of + at); };
-            if (step == 0) head[i][0] = two(4 * g), head[i][1] = two(32 + 4 * g);
-            if (step % 2 == 0) {
-                const int counts = R::HEAD + step / 2 * R::RECORD;
-                record[i][0] = one(counts + 2 * g), record[i][1] = one(counts + TILE_ROWS + 2 * g % 8);
+            if (step == 0) head[i][0] = two(4 * g);
+            if (step == 0 && R::ROW.offsets) head[i][1] = two(32 + 4 * g);
+            if (step % STEPS_OF_GROUP == 0) {
+                const int counts = R::HEAD + step / STEPS_OF_GROUP * R::RECORD;
+                record[i][0] = one(counts + 2 * g);
+                if (R::ROW.count_bits == 6) record[i][1] = one(counts + TILE_ROWS + 2 * g % 8);
             }
         }
     }
@@ -376,18 +385,22 @@ template <class S> struct WgmmaWeights<S, Q4_K> {
     __device__ __forceinline__ void operands(int step, uint32_t (&a)[2][4]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            if (step % 2 == 0) {
-                const float2 d = scales_f32(head[i][0], true), dmin = scales_f32(head[i][1], true);
-                const Counts counts = counts_of<Q4_K>(record[i][0], record[i][1], threadIdx.x % WARP / 8);
+            if (step % STEPS_OF_GROUP == 0) {
+                const float2 d = scales_f32(head[i][0], true),
+                             dmin = R::ROW.offsets ? scales_f32(head[i][1], true) : make_float2(0.0f, 0.0f);
+                const Counts counts = counts_of<F>(record[i][0], record[i][1], threadIdx.x % WARP / 8);
 #pragma unroll
                 for (int r = 0; r < 2; r++)
-                    scales[i][r] =
-                        for_numbers<Q4_K>(counted_scale<Q4_K>(r ? d.y : d.x, r ? dmin.y : dmin.x, counts, r));
+                    scales[i][r] = for_numbers<F>(counted_scale<F>(r ? d.y : d.x, r ? dmin.y : dmin.x, counts, r));
             }
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const uint2 from = raw[i][c / 2];
-                const uint32_t codes = (c % 2 ? from.y : from.x) >> shift & 0x0f0f0f0fu;
+                const int half = c / 2;
+                const uint2 from = raw[i][half];
+                uint32_t codes = (c % 2 ? from.y : from.x) >> 4 * m & 0x0f0f0f0fu;
+                const uint32_t above = c % 2 ? upper[i].y : upper[i].x;
+                if (BITS == 6) codes |= (half ? above >> 2 * m : above << (4 - 2 * m)) & 0x30303030u;
+                if (BITS == 5) codes |= above >> (step % 2 * 4 + half * 2 + m) << 4 & 0x10101010u;
                 const float2 by = scales[i][c % 2];
                 auto weight = [&](int j) { return byte_above_128(codes, places[j]) * by.x + by.y; };
                 a[i][c] = pack_bf16(weight(0), weight(1));

@@ -119,7 +119,7 @@ __device__ __forceinline__ int shift_of_group(const Packing& packing) {
 constexpr int TILE_ROWS = 16, LINE_BYTES = 64, K_BLOCK = 32;
 
 template <Format F> struct Lines {
-    static constexpr bool FOUR_BITS = has_4_bits(F) || F == Q4_K;
+    static constexpr bool FOUR_BITS = has_4_bits(F);
     static constexpr bool F16_SCALES = F == INT8 || F == INT4;           // if the launch says so
     static constexpr int PER_BLOCK = FOUR_BITS ? 4 : F == INT8 ? 8 : 16; // lines of a block of 32 inputs
     static constexpr int PER_LANE = PER_BLOCK / 4;                       // of which a lane reads these: its 8 inputs

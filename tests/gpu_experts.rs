@@ -42,14 +42,14 @@ const FORMATS: &[(Precision, usize, usize)] = &[
     (Precision::int8(128), 128, 256),
     (Precision::Bf16, 136, 72),
     (Precision::Q4K, 512, 256),
+    (Precision::Q5K, 256, 512),
+    (Precision::Q6K, 512, 256),
 ];
 
 /// Those that are rows to the kernels, which differ in how they are read alone.
 const ROWS: &[(Precision, usize, usize)] = &[
     (Precision::Q2K, 256, 256),
     (Precision::Q3K, 256, 256),
-    (Precision::Q5K, 256, 512),
-    (Precision::Q6K, 512, 256),
     (Precision::Iq4Xs, 256, 256),
     (Precision::Iq4Nl, 160, 96),
     (Precision::iq4(128), 256, 128),

@@ -29,7 +29,7 @@ pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
 /// H100 and an H200.
 fn persistent_from(precision: Precision) -> usize {
     match precision {
-        Precision::Q4K => 4, // whose tiles are unpacked through shared memory
+        Precision::Q4K | Precision::Q5K | Precision::Q6K => 4, // whose tiles are unpacked through shared memory
         Precision::Int8 { .. } => 24,
         _ => 16,
     }
