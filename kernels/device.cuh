@@ -363,7 +363,8 @@ template <int C> __device__ __forceinline__ void wgmma_columns(float (&d)[C][4],
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
-    static_assert(N <= 8 * C && (N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 176), "columns");
+    static_assert(
+        N <= 8 * C && (N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 144 || N == 176), "columns");
     if constexpr (N == 32)
         asm volatile(WGMMA(32, WGMMA_D16, "{%16, %17, %18, %19}", "%20", "1, 1, 1, 0")
             : WGMMA_SUMS_4(0)
@@ -383,6 +384,10 @@ template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], 
     else if constexpr (N == 128)
         asm volatile(WGMMA(128, WGMMA_D64, "{%64, %65, %66, %67}", "%68", "1, 1, 1, 0")
             : WGMMA_SUMS_16(0)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else if constexpr (N == 144)
+        asm volatile(WGMMA(144, WGMMA_D72, "{%72, %73, %74, %75}", "%76", "1, 1, 1, 0")
+            : WGMMA_SUMS_16(0), WGMMA_SUMS_2(16)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     else if constexpr (N == 176)
         asm volatile(WGMMA(176, WGMMA_D88, "{%88, %89, %90, %91}", "%92", "1, 1, 1, 0")

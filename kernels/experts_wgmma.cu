@@ -12,7 +12,8 @@
 //
 //   experts_{gate_up|down}_wgmma_{int4_g64|int4_g32|mxfp4_g32}_t{48|96|176}     grid (blocks)
 //   experts_{gate_up|down}_wgmma_{int8_g64|int8_g32}_t{96|176}
-//   experts_{gate_up|down}_wgmma_{q4_k|q5_k|q6_k}_t{48|96|176}
+//   experts_{gate_up|down}_wgmma_{q4_k|q6_k}_t{48|96|176}
+//   experts_{gate_up|down}_wgmma_q5_k_t{48|96|144}
 //   experts_{gate_up|down}_wgmma_any_row_t{80|144}
 //
 // Blocks: the device's multiprocessors, less those of kernels beside them: a block that waits for one has its pieces
@@ -67,7 +68,7 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
     static constexpr int FEWEST = TOKENS > 96 && F != ANY_ROW ? 96 : 48,
                          COLUMNS_STEP = TOKENS % 48 == 0 ? 48 : TOKENS - FEWEST;
     static_assert((TOKENS - FEWEST) % COLUMNS_STEP == 0, "the last step has all");
-    static constexpr bool WGMMA = true, ROWS = F == ANY_ROW, COUNTED = is_counted(F);
+    static constexpr bool WGMMA = true, ROWS = F == ANY_ROW, K_TYPE = is_k_type(F);
     static constexpr int REGISTERS = 65536 / THREADS / 8 * 8, // of each thread, in the beginning
         CONSUMER_REGISTERS = TOKENS > 96 ? 232
         : CONSUMERS == 2                 ? 224
@@ -78,7 +79,7 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
                          SPANS = ROWS ? 0 : K / SPAN;
     // Scales of a tile; of K types the head of its super-block, and the counts of each group.
     static constexpr int scale_bytes() {
-        if constexpr (COUNTED)
+        if constexpr (K_TYPE)
             return RowOf<F>::HEAD + SPANS * RowOf<F>::RECORD;
         else
             return SPANS * 32;
@@ -203,7 +204,7 @@ template <class S> struct LineCopies {
                          SCALE_COPIES = div_ceil(SCALES, WARPGROUP);
     static_assert(S::BAND_TILES * CHUNKS % WARPGROUP == 0, "chunks are dealt out evenly");
     // Super-blocks are whole, so that all stages of K types are.
-    static constexpr bool HALVES = !S::COUNTED;
+    static constexpr bool HALVES = !S::K_TYPE;
     static_assert(!HALVES || WARPGROUP % CHUNKS == 0, "a thread's chunks are in one half of the inputs");
     uint32_t from[COPIES];
     const uint8_t *lines, *scales[SCALE_COPIES];
@@ -230,7 +231,7 @@ template <class S> struct LineCopies {
 
     // Where chunk `chunk` of a tile's scales is, from the tile on.
     __device__ __forceinline__ int scales_at(int k0, int chunk) const {
-        if constexpr (S::COUNTED) {
+        if constexpr (S::K_TYPE) {
             using R = RowOf<S::F>;
             static_assert(R::SUPER_BLOCK % S::K == 0 && R::HEAD % 16 == 0 && R::SUPER_BYTES % 16 == 0 &&
                     S::SPANS * R::RECORD % 16 == 0,
@@ -586,7 +587,7 @@ PERSISTENT(q4_k, Q4_K, 32, 96, 2, 10, 229788)
 PERSISTENT(q4_k, Q4_K, 32, 176, 2, 6, 201052)
 PERSISTENT(q5_k, Q5_K, 32, 48, 4, 7, 219660)
 PERSISTENT(q5_k, Q5_K, 32, 96, 2, 9, 225676)
-PERSISTENT(q5_k, Q5_K, 32, 176, 2, 6, 213340)
+PERSISTENT(q5_k, Q5_K, 32, 144, 2, 7, 219500)
 PERSISTENT(q6_k, Q6_K, 16, 48, 4, 6, 207356)
 PERSISTENT(q6_k, Q6_K, 16, 96, 2, 8, 217468)
 PERSISTENT(q6_k, Q6_K, 16, 176, 2, 6, 225628)

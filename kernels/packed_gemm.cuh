@@ -305,7 +305,7 @@ __device__ __forceinline__ void load_lines(uint2 (&raw)[2][2], const typename S:
 }
 
 // What a lane brings of a warp's two tiles: rows 2g and 2g + 1 of each, the left operand of products of 16 inputs.
-template <class S, bool COUNTED_INTEGERS = is_counted(S::F)> struct WgmmaWeights {
+template <class S, bool K_TYPE = is_k_type(S::F)> struct WgmmaWeights {
     static_assert(S::K == 64 && S::WARP_TILES == 2, "rows of 128 bytes; 64 rows of weights to a product");
     static constexpr int STEPS = S::K / 16;
     uint2 raw[2][2];
@@ -347,10 +347,10 @@ template <class S> struct WgmmaWeights<S, true> {
     using R = RowOf<F>;
     static constexpr int STEPS = S::K / 16, STEPS_OF_GROUP = S::SPAN / 16, BITS = R::ROW.bits;
     static_assert(S::SPAN == R::ROW.group && 4 <= BITS && BITS <= 6, "as codes are read here");
-    uint2 raw[2][2], upper[2];         // four bits of each half's codes, and what is above them in both
-    uint32_t head[2][2], record[2][2]; // d and dmin of both rows; their bytes
-    float2 scales[2][2];               // and offsets
-    int m, places[2];                  // of this lane's two inputs of eight
+    uint2 raw[2][2], upper[2] = {};         // four bits of each half's codes, and what is above them in both
+    uint32_t head[2][2], record[2][2] = {}; // d and dmin of both rows; their bytes
+    float2 scales[2][2];                    // and offsets
+    int m, places[2];                       // of this lane's two inputs of eight
 
     __device__ __forceinline__ explicit WgmmaWeights(bool) {
         const int t = threadIdx.x % 4;

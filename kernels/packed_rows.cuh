@@ -90,13 +90,13 @@ template <Format F> struct RowOf {
     static constexpr float NUMBER_BIAS = ROW.codes == OF_E4M3 || ROW.codes == OF_IQ4 ? 0.0f : 128.0f + BIAS;
 };
 
-// Integers whose groups count in parts of their super-block's scale: llama.cpp's K types.
-constexpr bool is_counted(Format f) {
+// llama.cpp's K types: integers whose groups count in parts of their super-block's scale.
+constexpr bool is_k_type(Format f) {
     return is_row(f) && f != ANY_ROW && ROWS[f - Q2_K].codes == INTEGERS && ROWS[f - Q2_K].scales == COUNTED;
 }
 // Lines of a block of 32 inputs.
 template <Format F> constexpr int lines_of_block() {
-    if constexpr (is_counted(F))
+    if constexpr (is_row(F) && F != ANY_ROW)
         return RowOf<F>::LINES;
     else
         return Lines<F>::PER_BLOCK;

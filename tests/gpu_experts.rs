@@ -297,7 +297,8 @@ fn few_tokens() {
 #[test]
 fn many_tokens() {
     need_gpu!();
-    // Tiles of 8, 32, 64 and 128 tokens to an expert, and their ends; on Hopper pieces of 48, 96 and 176, and two.
+    // Tiles of 8, 32, 64 and 128 tokens to an expert, and their ends; on Hopper pieces of 48, 96 and 176 (of Q5_K 144),
+    // and two.
     formats().into_iter().for_each(|format| check_all(format, &[9, 50, 130, 370]));
 }
 

@@ -30,7 +30,7 @@ use crate::backend::cpu::{Cpu, Linear};
 use crate::backend::tensor::Tensor;
 use crate::kernel::Kernel;
 use crate::machine::topology::{self, Topology};
-use crate::machine::workers::{Crews, Team, sizes_of};
+use crate::machine::workers::{AWAKE, Crews, Team, sizes_of};
 
 /// Weights that the steps read in turn: more than stays in a cache.
 pub(crate) const SAMPLE_BYTES: usize = 512 << 20;
@@ -45,8 +45,6 @@ const MANY: usize = 32;
 /// Turns of each candidate, and how long one is.
 const TURNS: usize = 3;
 const TURN: Duration = Duration::from_millis(5);
-/// Steps before a turn: those that join wake up.
-const WARM: usize = 4;
 /// Fewer workers are taken where they are slower by less than this: the others' cores are free for other work.
 const EQUAL: f64 = 1.02;
 /// Two workers are few enough to need no choice.
@@ -114,7 +112,8 @@ impl std::fmt::Display for Choice {
     }
 }
 
-/// Measures, on a team of one worker per core, with `sample` bytes of weights. The turns add up to a fifth of a second.
+/// Measures, on a team of one worker per core, with `sample` bytes of weights. The turns add up to a quarter of a second,
+/// to more where a step takes longer than a turn.
 ///
 /// Errors: `Error::Resources` where there is no such memory.
 pub(crate) fn measure(
@@ -167,7 +166,8 @@ impl Steps {
         let backend = Cpu::new(team.clone(), kernel);
         let sample = sample.min((topology::available_bytes() / 8) as usize).max(MATRICES_OF_MANY * MATRIX_BYTES);
         let n = MATRIX_BYTES / MatrixLayout::new(TILE_ROWS, INPUTS, precision)?.bytes() * TILE_ROWS;
-        let weights = (0..sample / MATRIX_BYTES).map(|_| backend.sample(n, INPUTS, precision)).collect::<Result<_>>()?;
+        let weights =
+            (0..sample / MATRIX_BYTES).map(|_| backend.sample(n, INPUTS, precision)).collect::<Result<_>>()?;
         let inputs = [1, MANY].map(|rows| {
             let mut x = Tensor::new(rows, INPUTS);
             x.data_mut().fill(0.5);
@@ -194,9 +194,15 @@ impl Steps {
     }
 
     fn turn(&mut self, kind: usize) -> f64 {
-        (0..WARM).for_each(|_| self.step(kind));
+        // Meanwhile those that join wake up, and those that leave go to sleep.
+        self.steps(kind, AWAKE);
+        self.steps(kind, TURN)
+    }
+
+    /// Seconds of a step, from as many as take `time`.
+    fn steps(&mut self, kind: usize, time: Duration) -> f64 {
         let (started, mut steps) = (Instant::now(), 0);
-        while steps == 0 || started.elapsed() < TURN {
+        while steps == 0 || started.elapsed() < time {
             self.step(kind);
             steps += 1;
         }

@@ -10,8 +10,9 @@ const KEPT: (usize, usize) = (2048, 16384);
 const EARLY: usize = 8;
 const CLEARLY: f32 = 1.1;
 
-/// A way is tried no more after so many steps in its first run that take so many times another one's, and the run is
-/// broken off: somebody waits for these steps. What ran first has nothing to be compared with before its second run.
+/// One of the first two runs of a way is broken off after so many steps that take so many times as long as another
+/// way's latest: somebody waits for these steps. Where both are too long, the way is tried no more. Runs of fewer steps
+/// are never broken off.
 const HOPELESS: (usize, f32) = (4, 2.0);
 
 /// All ways in turn, for runs of `RUN` steps and up to `TURNS` turns, then the best one for many.
@@ -45,9 +46,13 @@ impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Trial<WAYS, RUN, T
         }
         self.seconds[self.way][self.turns] += seconds;
         self.steps += 1;
-        if self.is_hopeless(seconds) {
-            self.tried[self.way] = false;
-            self.seconds[self.way] = [f32::INFINITY; TURNS];
+        if let Some(limit) = self.hopeless(seconds) {
+            let runs = &mut self.seconds[self.way];
+            runs[self.turns] = f32::INFINITY;
+            if self.turns > 0 && runs[0] > limit {
+                self.tried[self.way] = false;
+                *runs = [f32::INFINITY; TURNS];
+            }
         } else if self.steps < RUN {
             return None;
         }
@@ -67,19 +72,20 @@ impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Trial<WAYS, RUN, T
         is_over.then(|| self.medians())
     }
 
-    /// Whether it is, after a step that took so long.
-    fn is_hopeless(&mut self, seconds: f32) -> bool {
-        if self.turns > 1 {
-            return false;
-        }
-        let others = (0..WAYS).filter(|&way| way != self.way);
-        let runs = others.flat_map(|way| &self.seconds[way][..self.turns + usize::from(way < self.way)]);
-        let limit = HOPELESS.1 * runs.copied().fold(f32::INFINITY, f32::min);
+    /// After a step that took so long: if this run is, how long it might have taken.
+    fn hopeless(&mut self, seconds: f32) -> Option<f32> {
+        let latest = |way: usize| match way < self.way {
+            true => Some(self.seconds[way][self.turns]),
+            false => Some(self.seconds[way][self.turns.checked_sub(1)?]),
+        };
+        let others = (0..WAYS).filter(|&way| self.turns < 2 && way != self.way && self.tried[way]).filter_map(latest);
+        let limit = HOPELESS.1 * others.fold(f32::INFINITY, f32::min);
         self.long += usize::from(seconds > limit / RUN as f32);
-        self.long == HOPELESS.0 && self.seconds[self.way][..self.turns].iter().all(|&seconds| seconds > limit)
+        (self.long == HOPELESS.0).then_some(limit)
     }
 
     fn medians(&self) -> [f32; WAYS] {
+        const { assert!(TURNS >= EARLY) }
         std::array::from_fn(|way| {
             let mut all = self.seconds[way];
             let all = &mut all[..if self.tried[way] { self.turns } else { EARLY }];
@@ -120,10 +126,14 @@ impl<const RUN: usize, const TURNS: usize> Climb<RUN, TURNS> {
         Self { at, trial: Trial::default() }
     }
 
+    fn numbers(&self, neighbours: impl Fn(usize) -> [usize; 2]) -> [usize; 3] {
+        let [below, above] = neighbours(self.at);
+        [below, self.at, above]
+    }
+
     /// The number of the next step. A number that has no neighbour on a side is its own.
     pub fn next(&self, neighbours: impl Fn(usize) -> [usize; 2]) -> usize {
-        let [below, above] = neighbours(self.at);
-        [below, self.at, above][self.trial.way()]
+        self.numbers(neighbours)[self.trial.way()]
     }
 
     /// That step took so long.
@@ -131,11 +141,9 @@ impl<const RUN: usize, const TURNS: usize> Climb<RUN, TURNS> {
         const HERE: usize = 1;
         let Some(ways) = self.trial.took(seconds) else { return };
         let best = (0..ways.len()).min_by(|&a, &b| ways[a].total_cmp(&ways[b])).expect("there are three");
-        match ways[best] < GAIN * ways[HERE] {
-            true => {
-                self.trial.keep(best);
-                *self = Self::new(self.next(neighbours));
-            }
+        let number = self.numbers(neighbours)[best];
+        match number != self.at && ways[best] < GAIN * ways[HERE] {
+            true => *self = Self::new(number),
             false => self.trial.keep(HERE),
         }
     }
@@ -186,6 +194,9 @@ mod tests {
             ([1.0, 1.0625, 1.5], [TURNS, TURNS, EARLY], KEPT.0),
             ([1.25, 1.0, 1.5], [EARLY; 3], KEPT.0),
             ([1.25, 1.0, 1.5], [EARLY; 3], 2 * KEPT.0),
+            ([1.25, 1.0, 1.5], [EARLY; 3], 4 * KEPT.0),
+            ([1.25, 1.0, 1.5], [EARLY; 3], KEPT.1),
+            ([1.25, 1.0, 1.5], [EARLY; 3], KEPT.1),
         ] {
             assert_eq!(run(&mut trial, seconds), (seconds, taken));
             let best = (0..3).min_by(|&a, &b| seconds[a].total_cmp(&seconds[b])).unwrap();
@@ -206,8 +217,15 @@ mod tests {
             medians = trial.took([9.0, 1.0, 5.0][trial.way()]);
         }
         // That the first way is one of them is known when another one has run.
-        assert_eq!(steps, [12 + 4, 2 * 12, 4]);
+        assert_eq!(steps, [12 + 4, 2 * 12, 4 + 4]);
         assert_eq!(medians, Some([f32::INFINITY, 12.0, f32::INFINITY]));
+        // Nothing is hopeless because all steps take longer from one on.
+        let mut trial = Trial::<3, 12, TURNS>::default();
+        for step in 0..3 * 12 * 2 {
+            let took = [1.3, 1.0, 1.1][trial.way()] * if step < 12 { 1.0 } else { 2.7 };
+            assert_eq!(trial.took(took), None);
+        }
+        assert_eq!(trial.tried, [true; 3]);
         // One long step says nothing about a way.
         let mut trial = Trial::<3, 12, TURNS>::default();
         for step in 0..3 * 12 * EARLY - 1 {

@@ -48,7 +48,7 @@ use crate::{Error, Result};
 
 pub use claims::{Claimant, Claims, Cut};
 pub use crews::{Crews, sizes_of};
-pub(crate) use gate::Gate;
+pub(crate) use gate::{AWAKE, Gate};
 pub(crate) use roster::SCHEDSTAT;
 use roster::{Clock, Roster};
 pub use shared::Shared;

@@ -231,7 +231,9 @@ mod tests {
             (Precision::Mxfp4, four_bits),
             (Precision::int8(64), eight_bits),
             (Precision::Q4K, four_bits),
-            (Precision::Q6K, rows),
+            (Precision::Q5K, &[48, 96, 144]),
+            (Precision::Q6K, four_bits),
+            (Precision::Q3K, rows),
             (Precision::Nvfp4, rows),
             (Precision::Bf16, none),
         ] {

@@ -7,12 +7,14 @@ use std::sync::atomic::{
 };
 use std::time::{Duration, Instant};
 
-/// How long a waiting thread spins before it also offers its core to others: longer than the gaps inside a decode step.
+/// How long a waiting thread spins before it also offers its core to others: longer than most gaps of a decode step on
+/// the CPU.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// How long it waits in all before it sleeps. Waking dozens of threads takes a third of a millisecond: whoever waits for
-/// less is asleep again before the last one has come, and every dispatch from then on wakes them all.
-const AWAKE: Duration = Duration::from_millis(1);
+/// How long it waits in all before it sleeps: longer than a GPU's turn between two layers, and than waking dozens of
+/// threads, which takes a third of a millisecond. Whoever waits for less than that is asleep again before the last one
+/// has come, and every dispatch from then on wakes them all.
+pub(crate) const AWAKE: Duration = Duration::from_millis(1);
 
 /// A word that threads wait on, with a count of those asleep: without sleepers, a change makes no system call.
 pub(crate) struct Gate {
