@@ -112,8 +112,8 @@ impl std::fmt::Display for Choice {
     }
 }
 
-/// Measures, on a team of one worker per core, with `sample` bytes of weights. The turns add up to a quarter of a second,
-/// to more where a step takes longer than a turn.
+/// Measures, on a team of one worker per core, with `sample` bytes of weights. The turns add up to a quarter of a
+/// second, to more where a step takes longer than a turn.
 ///
 /// Errors: `Error::Resources` where there is no such memory.
 pub(crate) fn measure(
