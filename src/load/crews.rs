@@ -158,7 +158,7 @@ struct Steps {
     weights: Vec<Linear>,
     inputs: [Tensor; 2], // of one row, of many
     out: [Tensor; MATRICES_OF_MANY],
-    next: usize,
+    last: usize, // matrix that was read
 }
 
 impl Steps {
@@ -174,7 +174,7 @@ impl Steps {
             x
         });
         let out = std::array::from_fn(|_| Tensor::new(MANY, n));
-        Ok(Self { team: team.clone(), backend, weights, inputs, out, next: 0 })
+        Ok(Self { team: team.clone(), backend, weights, inputs, out, last: 0 })
     }
 
     /// Seconds of a step with each number of workers at a stride, of one row and, as the second of two kinds, of many:
@@ -210,22 +210,17 @@ impl Steps {
     }
 
     fn step(&mut self, kind: usize) {
-        let Self { backend, weights, inputs, out, next, .. } = self;
+        let Self { backend, weights, inputs, out, last, .. } = self;
         let x = &inputs[kind];
         out.iter_mut().for_each(|out| out.set_rows(x.rows()));
-        let mut matrices = weights.iter().cycle().skip(*next);
-        let mut job = |out| (matrices.next().expect("they come again and again"), out);
-        let taken = match kind {
-            0 => {
-                backend.linears(x, [job(&mut out[0])]);
-                1
-            }
-            _ => {
-                backend.linears(x, out.each_mut().map(job));
-                MATRICES_OF_MANY
-            }
+        let mut job = |out| {
+            *last = (*last + 1) % weights.len();
+            (&weights[*last], out)
         };
-        *next = (*next + taken) % weights.len();
+        match kind {
+            0 => backend.linears(x, [job(&mut out[0])]),
+            _ => backend.linears(x, out.each_mut().map(job)),
+        }
     }
 }
 

@@ -72,13 +72,16 @@ impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Trial<WAYS, RUN, T
         is_over.then(|| self.medians())
     }
 
-    /// After a step that took so long: if this run is, how long it might have taken.
+    /// Whether this run is, after a step that took so long: then, the most that a run may take.
     fn hopeless(&mut self, seconds: f32) -> Option<f32> {
+        if self.turns > 1 {
+            return None;
+        }
         let latest = |way: usize| match way < self.way {
             true => Some(self.seconds[way][self.turns]),
             false => Some(self.seconds[way][self.turns.checked_sub(1)?]),
         };
-        let others = (0..WAYS).filter(|&way| self.turns < 2 && way != self.way && self.tried[way]).filter_map(latest);
+        let others = (0..WAYS).filter(|&way| way != self.way && self.tried[way]).filter_map(latest);
         let limit = HOPELESS.1 * others.fold(f32::INFINITY, f32::min);
         self.long += usize::from(seconds > limit / RUN as f32);
         (self.long == HOPELESS.0).then_some(limit)
