@@ -50,6 +50,22 @@ __device__ __forceinline__ float fast_exp2(float x) {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+// What follows uses x as it is in a register now: compilers would rather make some numbers anew for each use.
+__device__ __forceinline__ void keep(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
+template <class T> __device__ __forceinline__ T* keep_shared(T* p) {
+    uint32_t at = shared_address(p);
+    asm volatile("" : "+r"(at));
+    return static_cast<T*>(__cvta_shared_to_generic(at));
+}
+
+// x >> N, by the pipe of products: the one of shifts is the busier one where codes are unpacked.
+template <int N> __device__ __forceinline__ uint32_t shift_by_product(uint32_t x) {
+    uint32_t d;
+    asm("mul.hi.u32 %0, %1, %2;" : "=r"(d) : "r"(x), "n"(1 << (32 - N)));
+    return d;
+}
+
 // Four (two) 8x8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8, 16-byte aligned.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

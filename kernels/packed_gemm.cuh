@@ -19,7 +19,7 @@
 // Chunks of 16 bytes are stored so that neither the lines (8-byte reads: two rows of lines t, t + 4, ...) nor the rows
 // (16-byte reads: 8 inputs) meet in a bank.
 #pragma once
-#include "packed_rows.cuh"
+#include "packed_sums.cuh"
 
 constexpr int GEMM_THREADS = 128, BLOCK_TILES = 8;
 
@@ -48,13 +48,13 @@ template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr Format F = F_;
     static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, TOKENS),
                          K = F == BF16 || F == ANY_ROW || TOKENS >= 64 ? 64 : 128;
-    static constexpr bool ROWS = F == ANY_ROW, WGMMA = use_wgmma(TOKENS),
+    static constexpr bool ROWS = F == ANY_ROW, K_TYPE = is_k_type(F), WGMMA = use_wgmma(TOKENS),
                           SCALE_SUMS = F != BF16 && !ROWS && SPAN == 64 && TOKENS <= 16;
     static constexpr int WARPS_N = TOKENS == 128 && !WGMMA ? 2 : 1, WARPS_M = 4 / WARPS_N;
     static constexpr int WARP_TILES = BLOCK_TILES / WARPS_M, WARP_TOKENS = TOKENS / WARPS_N, COLUMNS = WARP_TOKENS / 8;
     static constexpr int TOKENS_STEP = TOKENS > 64 ? 32 : 16; // between sizes of a wgmma
-    static constexpr int LINES = K / K_BLOCK * Lines<F>::PER_BLOCK,
-                         TILE_BYTES = ROWS ? TILE_ROWS * K * 2 : LINES * LINE_BYTES;
+    static constexpr int BLOCK_LINES = Lines<F>::PER_BLOCK, LINES = K / K_BLOCK * BLOCK_LINES,
+                         CODE_BIAS = code_bias<F>(), TILE_BYTES = ROWS ? TILE_ROWS * K * 2 : LINES * LINE_BYTES;
     static constexpr int SPANS = F == BF16 || ROWS ? 0 : K / SPAN;
     // Shared memory: the rows of all stages, which wgmma wants aligned to 1024 bytes, then the lines, of ANY_ROW the
     // weights of two stages, then the scales or the grid.
@@ -73,38 +73,6 @@ template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     }
 };
 template <class S> using Sums = float[S::WARP_TILES][S::COLUMNS][4];
-
-// Where byte `at` of a tile's lines lies in shared memory: its 16-byte chunk moves within 128 bytes. For wgmma lanes
-// read neighbouring lines, which meet in no bank as they lie.
-template <class S> __device__ __forceinline__ uint32_t swizzle_line(uint32_t at) {
-    constexpr Format F = S::F;
-    const uint32_t line = at / LINE_BYTES;
-    if (S::WGMMA) return at;
-    return at ^ (Lines<F>::FOUR_BITS ? (line >> 1 & 1) : F == INT8 ? (line >> 1 & 3) : (line >> 2 & 3)) * 32;
-}
-// Of 8 inputs of a row, and where they lie in it. For wgmma weights of ANY_ROW and tokens have one order of inputs, in
-// which a unit's writes meet in no bank: blocks take turns every other chunk.
-template <class S> __device__ __forceinline__ int swizzle_row(int row, int chunk) {
-    if (S::WGMMA && S::ROWS) chunk = (chunk & 1) | (chunk & 2) << 1 | (chunk & 4) >> 1;
-    return (chunk ^ (S::WGMMA ? row & 7 : (row & 1) * 4)) * 16;
-}
-
-// Block `b` of 32 inputs of a stage: what this lane has of a tile, not scaled, and of 8 tokens from `row` on.
-template <class S, bool EXACT>
-__device__ __forceinline__ void stage_weights(const typename S::Stage& stage, int tile, int b, uint32_t (&a)[2][4]) {
-    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-    uint2 raw[Lines<S::F>::PER_LANE];
-#pragma unroll
-    for (int l = 0; l < Lines<S::F>::PER_LANE; l++) {
-        const uint32_t at = (b * Lines<S::F>::PER_BLOCK + t * Lines<S::F>::PER_LANE + l) * LINE_BYTES + g * 8;
-        raw[l] = *reinterpret_cast<const uint2*>(stage.lines + tile * S::TILE_BYTES + swizzle_line<S>(at));
-    }
-    tile_operand<S::F, EXACT>(raw, a);
-}
-template <class S> __device__ __forceinline__ uint4 stage_inputs(const typename S::Stage& stage, int row, int b) {
-    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-    return *reinterpret_cast<const uint4*>(stage.rows + (row + g) * S::K * 2 + swizzle_row<S>(g, 4 * b + t));
-}
 
 // Where 8 weights of ANY_ROW lie: row r of a tile is row r / 2 + r % 2 * 8 here, as the instructions count. For mma,
 // the places of chunks make reads of a row's chunks and writes of a unit meet in no bank. For wgmma, the first tiles of
@@ -179,18 +147,11 @@ __device__ __forceinline__ void store_units(
     }
 }
 
-// Scales of rows 2g and 2g + 1 of a tile.
-template <class S>
-__device__ __forceinline__ uint32_t stage_scales(const typename S::Stage& stage, int tile, int span) {
-    return *reinterpret_cast<const uint32_t*>(
-        stage.scales + (tile * S::SPANS + span) * 32 + threadIdx.x % WARP / 4 * 4);
-}
-
 // Columns past `columns` have no tokens.
 template <class S>
-__device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& stage, int columns, bool f16) {
-    const int warp_m = threadIdx.x / WARP / S::WARPS_N, warp_n = threadIdx.x / WARP % S::WARPS_N,
-              tile = warp_m * S::WARP_TILES;
+__device__ __forceinline__ void multiply(
+    Sums<S>& acc, const typename S::Stage& stage, const LanePlaces<S>& places, int columns, bool f16) {
+    const int tile = threadIdx.x / WARP / S::WARPS_N * S::WARP_TILES;
 #pragma unroll
     for (int b = 0; b < S::K / K_BLOCK; b++) {
         uint32_t a[S::WARP_TILES][2][4];
@@ -206,68 +167,20 @@ __device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& 
                     a[i][1][half] = row.z, a[i][1][half + 2] = row.w;
                 }
             } else {
-                stage_weights<S, true>(stage, tile + i, b, a[i]);
+                places.template weights<true>(stage, i, b, a[i]);
                 if constexpr (S::F != BF16)
-                    scale_operand(a[i], stage_scales<S>(stage, tile + i, b * K_BLOCK / S::SPAN), f16);
+                    scale_operand(a[i], places.two_scales(stage, i, b * K_BLOCK / S::SPAN), f16);
             }
         }
 #pragma unroll
         for (int j = 0; j < S::COLUMNS; j++) {
             if (j >= columns) break;
-            const uint4 row = stage_inputs<S>(stage, warp_n * S::WARP_TOKENS + j * 8, b);
+            const uint4 row = places.block_inputs(stage, j * 8, b);
             const uint32_t first[2] = {row.x, row.y}, second[2] = {row.z, row.w};
 #pragma unroll
             for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][0], first);
 #pragma unroll
             for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][1], second);
-        }
-    }
-}
-
-template <class S>
-__device__ __forceinline__ void multiply_scaling_sums(Sums<S>& acc, const typename S::Stage& stage, bool f16) {
-    constexpr int BLOCKS = S::SPAN / K_BLOCK;
-    const int tile = threadIdx.x / WARP * S::WARP_TILES;
-#pragma unroll
-    for (int span = 0; span < S::SPANS; span++) {
-        uint4 row[BLOCKS][S::COLUMNS];
-        float begin[S::COLUMNS][4] = {};
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-            for (int j = 0; j < S::COLUMNS; j++) {
-                row[b][j] = stage_inputs<S>(stage, j * 8, span * BLOCKS + b);
-                if constexpr (S::F == INT4) {
-                    // Codes have 136 too much: sums begin with -136 times that of the inputs.
-                    const uint32_t minus[4] = {0xc308c308u, 0xc308c308u, 0xc308c308u, 0xc308c308u};
-                    const uint32_t first[2] = {row[b][j].x, row[b][j].y}, second[2] = {row[b][j].z, row[b][j].w};
-                    mma_bf16(begin[j], minus, first);
-                    mma_bf16(begin[j], minus, second);
-                }
-            }
-#pragma unroll
-        for (int i = 0; i < S::WARP_TILES; i++) {
-            float sum[S::COLUMNS][4];
-#pragma unroll
-            for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-                for (int c = 0; c < 4; c++) sum[j][c] = begin[j][c];
-#pragma unroll
-            for (int b = 0; b < BLOCKS; b++) {
-                uint32_t a[2][4];
-                stage_weights<S, false>(stage, tile + i, span * BLOCKS + b, a);
-#pragma unroll
-                for (int j = 0; j < S::COLUMNS; j++) {
-                    const uint32_t first[2] = {row[b][j].x, row[b][j].y}, second[2] = {row[b][j].z, row[b][j].w};
-                    mma_bf16(sum[j], a[0], first);
-                    mma_bf16(sum[j], a[1], second);
-                }
-            }
-            const float2 scales = scales_f32(stage_scales<S>(stage, tile + i, span), f16);
-#pragma unroll
-            for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-                for (int c = 0; c < 4; c++) acc[i][j][c] += (c < 2 ? scales.x : scales.y) * sum[j][c];
         }
     }
 }
@@ -321,7 +234,8 @@ template <class S, bool K_TYPE = is_k_type(S::F)> struct WgmmaWeights {
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (S::F != BF16 && step * 16 % S::SPAN == 0)
-                read[i] = stage_scales<S>(stage, tile + i, step * 16 / S::SPAN);
+                read[i] = *reinterpret_cast<const uint32_t*>(
+                    stage.scales + ((tile + i) * S::SPANS + step * 16 / S::SPAN) * 32 + threadIdx.x % WARP / 4 * 4);
     }
 
     // Of the step that was loaded, scaled.
@@ -347,12 +261,12 @@ template <class S> struct WgmmaWeights<S, true> {
     using R = RowOf<F>;
     static constexpr int STEPS = S::K / 16, STEPS_OF_GROUP = S::SPAN / 16, BITS = R::ROW.bits;
     static_assert(S::SPAN == R::ROW.group && 4 <= BITS && BITS <= 6, "as codes are read here");
-    uint2 raw[2][2], upper[2] = {};         // four bits of each half's codes, and what is above them in both
-    uint32_t head[2][2], record[2][2] = {}; // d and dmin of both rows; their bytes
-    float2 scales[2][2];                    // and offsets
-    int m, places[2];                       // of this lane's two inputs of eight
+    uint2 raw[2][2], upper[2] = {}; // four bits of each half's codes, and what is above them in both
+    SumScales scales[2];
+    CountedScales<S> counted;
+    int m, places[2]; // of this lane's two inputs of eight
 
-    __device__ __forceinline__ explicit WgmmaWeights(bool) {
+    __device__ __forceinline__ explicit WgmmaWeights(unsigned char* shared) : counted(shared) {
         const int t = threadIdx.x % 4;
         m = t / 2;
         places[0] = above_128(t % 2 * 2), places[1] = above_128(t % 2 * 2 + 1);
@@ -360,6 +274,7 @@ template <class S> struct WgmmaWeights<S, true> {
 
     __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
         const int g = threadIdx.x % WARP / 4, tile = threadIdx.x / WARP * 2;
+        if (step == 0) counted.unpack(stage);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const unsigned char* lines = stage.lines + (tile + i) * S::TILE_BYTES + step / 2 * R::LINES * LINE_BYTES;
@@ -367,32 +282,18 @@ template <class S> struct WgmmaWeights<S, true> {
 #pragma unroll
             for (int half = 0; half < 2; half++) raw[i][half] = line(step % 2 * (BITS == 6 ? 3 : 2) + half);
             if (BITS == 6) upper[i] = line(step % 2 * 3 + 2);
-            if (BITS == 5 && step % 2 == 0) upper[i] = line(R::LINES - 1);
-
-            const unsigned char* of = stage.scales + (tile + i) * S::SCALE_BYTES;
-            auto two = [&](int at) { return *reinterpret_cast<const uint32_t*>(of + at); };
-            auto one = [&](int at) { return (uint32_t)*reinterpret_cast<const uint16_t*>(of + at); };
-            if (step == 0) head[i][0] = two(4 * g);
-            if (step == 0 && R::ROW.offsets) head[i][1] = two(32 + 4 * g);
-            if (step % STEPS_OF_GROUP == 0) {
-                const int counts = R::HEAD + step / STEPS_OF_GROUP * R::RECORD;
-                record[i][0] = one(counts + 2 * g);
-                if (R::ROW.count_bits == 6) record[i][1] = one(counts + TILE_ROWS + 2 * g % 8);
+            if (BITS == 5 && step % 2 == 0) {
+                upper[i] = line(R::LINES - 1);
+                upper[i].x = rotated(upper[i].x, m - 4), upper[i].y = rotated(upper[i].y, m - 4);
             }
+
+            if (step % STEPS_OF_GROUP == 0) scales[i] = counted.of(i, step / STEPS_OF_GROUP);
         }
     }
 
     __device__ __forceinline__ void operands(int step, uint32_t (&a)[2][4]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            if (step % STEPS_OF_GROUP == 0) {
-                const float2 d = scales_f32(head[i][0], true),
-                             dmin = R::ROW.offsets ? scales_f32(head[i][1], true) : make_float2(0.0f, 0.0f);
-                const Counts counts = counts_of<F>(record[i][0], record[i][1], threadIdx.x % WARP / 8);
-#pragma unroll
-                for (int r = 0; r < 2; r++)
-                    scales[i][r] = for_numbers<F>(counted_scale<F>(r ? d.y : d.x, r ? dmin.y : dmin.x, counts, r));
-            }
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const int half = c / 2;
@@ -400,9 +301,10 @@ template <class S> struct WgmmaWeights<S, true> {
                 uint32_t codes = (c % 2 ? from.y : from.x) >> 4 * m & 0x0f0f0f0fu;
                 const uint32_t above = c % 2 ? upper[i].y : upper[i].x;
                 if (BITS == 6) codes |= (half ? above >> 2 * m : above << (4 - 2 * m)) & 0x30303030u;
-                if (BITS == 5) codes |= above >> (step % 2 * 4 + half * 2 + m) << 4 & 0x10101010u;
-                const float2 by = scales[i][c % 2];
-                auto weight = [&](int j) { return byte_above_128(codes, places[j]) * by.x + by.y; };
+                if (BITS == 5) codes |= rotated(above, step % 2 * 4 + half * 2) & 0x10101010u;
+                const float scale = c % 2 ? scales[i].scale.y : scales[i].scale.x,
+                            offset = c % 2 ? scales[i].offset.y : scales[i].offset.x;
+                auto weight = [&](int j) { return byte_above_128(codes, places[j]) * scale + offset; };
                 a[i][c] = pack_bf16(weight(0), weight(1));
             }
         }
@@ -577,14 +479,17 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     } else
 #endif
         if constexpr (S::SCALE_SUMS) {
-        each_stage([&](const typename S::Stage& stage) { multiply_scaling_sums<S>(acc, stage, f16); });
+        const LanePlaces<S> places(warp * S::WARP_TILES, 0);
+        StageScales<S> scales{f16};
+        each_stage([&](const typename S::Stage& stage) { multiply_scaling_sums<S>(acc, stage, places, scales); });
     } else {
+        const LanePlaces<S> places(warp_m * S::WARP_TILES, warp_n * S::WARP_TOKENS);
         const int columns = min(div_ceil(max(tokens - warp_n * S::WARP_TOKENS, 0), 8), S::COLUMNS); // that have tokens
         each_stage([&](const typename S::Stage& stage) {
             if (S::TOKENS <= 16 || columns == S::COLUMNS)
-                multiply<S>(acc, stage, S::COLUMNS, f16);
+                multiply<S>(acc, stage, places, S::COLUMNS, f16);
             else
-                multiply<S>(acc, stage, columns, f16);
+                multiply<S>(acc, stage, places, columns, f16);
         });
     }
     finish(acc, warp_m * S::WARP_TILES, warp_n * S::WARP_TOKENS + 2 * t, 2 * g);

@@ -152,7 +152,7 @@ __device__ __forceinline__ uint32_t e2m1_pair(uint32_t bytes) {
 // The codes of 8 INT4 or MXFP4 inputs of a row as pairs of bf16 integers; those of INT4 136 too much unless EXACT.
 template <Format F, bool EXACT> __device__ __forceinline__ void nibble_pairs(uint32_t word, uint32_t (&pair)[4]) {
     static_assert(!is_row(F), "packed_rows.cuh decodes rows");
-    const uint32_t low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
+    const uint32_t low = word & 0x0f0f0f0fu, high = shift_by_product<4>(word) & 0x0f0f0f0fu;
     pair[0] = __byte_perm(low, 0x43u, 0x4140);
     pair[1] = __byte_perm(low, 0x43u, 0x4342);
     pair[2] = __byte_perm(high, 0x43u, 0x4140);

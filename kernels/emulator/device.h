@@ -362,6 +362,10 @@ inline uint4 load_streaming(const uint4* p) { return *p; }
 inline void barrier_sync(int id, int threads) { emulator::block_barrier(id, (unsigned)threads); }
 inline void wait_for_previous_kernel() { emulator::waited(); }
 inline void let_next_kernel_begin() {}
+inline void keep(int&) {}
+inline void keep(uint32_t&) {}
+template <int N> inline uint32_t shift_by_product(uint32_t x) { return x >> N; }
+template <class T> inline T* keep_shared(T* p) { return p; }
 inline void prefetch_l2_bytes(const void*, uint32_t, int, int) {}
 inline void pause_ns(uint32_t) { sched_yield(); }
 

@@ -29,7 +29,7 @@ pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
 /// H100 and an H200.
 fn persistent_from(precision: Precision) -> usize {
     match precision {
-        Precision::Q4K | Precision::Q5K | Precision::Q6K => 4, // whose tiles are unpacked through shared memory
+        Precision::Q4K | Precision::Q5K | Precision::Q6K => 1, // whose tiles are unpacked through shared memory
         Precision::Int8 { .. } => 24,
         _ => 16,
     }
@@ -115,7 +115,7 @@ impl<A> MatrixKernels<A> {
     fn of(name: &str, few: &[Kernel<A>], precision: Precision, grid: &impl Fn(Grid) -> Address<u32>) -> Self {
         let (many, own) = (span(precision), row_name(precision));
         let persistent = |name_of: &str| -> Vec<_> {
-            let prefix = format!("experts_{name}_wgmma_{name_of}_t");
+            let prefix = format!("experts_{name}_persistent_{name_of}_t");
             kernels::PERSISTENT_KERNELS.iter().filter(|kernel| kernel.name.starts_with(&prefix)).copied().collect()
         };
         // A row's own ones, if it has some.
@@ -224,15 +224,15 @@ mod tests {
             assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
         }
         let (four_bits, eight_bits) = (&[48, 96, 176][..], &[96, 176][..]);
-        let (rows, none) = (&[80, 144][..], &[][..]);
+        let (k_types, rows, none) = (&[16, 32, 48, 96, 176][..], &[80, 144][..], &[][..]);
         for (precision, expected) in [
             (Precision::int4(32), four_bits),
             (Precision::int4(128), four_bits),
             (Precision::Mxfp4, four_bits),
             (Precision::int8(64), eight_bits),
-            (Precision::Q4K, four_bits),
-            (Precision::Q5K, &[48, 96, 144]),
-            (Precision::Q6K, four_bits),
+            (Precision::Q4K, k_types),
+            (Precision::Q5K, &[16, 32, 48, 96, 144]),
+            (Precision::Q6K, k_types),
             (Precision::Q3K, rows),
             (Precision::Nvfp4, rows),
             (Precision::Bf16, none),

@@ -1,5 +1,5 @@
 //! Products of experts that are in VRAM, for good or in passing: as they are read, or sorted by expert and in tiles
-//! (kernels/experts_gemv.cu, experts_sort.cu, experts_gemm.cu, experts_wgmma.cu).
+//! (kernels/experts_gemv.cu, experts_sort.cu, experts_gemm.cu, experts_persistent.cu).
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -6,15 +6,20 @@
 // while the sums of the last one are stored, too: nothing waits for memory between two pieces. There is no list of
 // pieces: each block finds its own, every gridDim.x-th of all, from the experts' offsets.
 //
-// The warps that multiply unpack the weights, too: into registers, from which the tensor cores take them, or, those of
-// ANY_ROW, into shared memory, because a unit's weights are not where an operand has them. Unpacking takes longer than
-// the products of few tokens, for which registers suffice for more consumers, so that more is unpacked at once.
+// The warps that multiply unpack the weights, too:
 //
-//   experts_{gate_up|down}_wgmma_{int4_g64|int4_g32|mxfp4_g32}_t{48|96|176}     grid (blocks)
-//   experts_{gate_up|down}_wgmma_{int8_g64|int8_g32}_t{96|176}
-//   experts_{gate_up|down}_wgmma_{q4_k|q6_k}_t{48|96|176}
-//   experts_{gate_up|down}_wgmma_q5_k_t{48|96|144}
-//   experts_{gate_up|down}_wgmma_any_row_t{80|144}
+//   up to 32 tokens    codes become operands of mma as they are, scales are applied to sums (packed_sums.cuh)
+//   more               into registers, from which wgmma takes them
+//   ANY_ROW            into shared memory, because a unit's weights are not where an operand of wgmma has them
+//
+// Unpacking takes longer than the products of few tokens, for which registers suffice for more consumers, so that more
+// is unpacked at once.
+//
+//   experts_{gate_up|down}_persistent_{int4_g64|int4_g32|mxfp4_g32}_t{48|96|176}     grid (blocks)
+//   experts_{gate_up|down}_persistent_{int8_g64|int8_g32}_t{96|176}
+//   experts_{gate_up|down}_persistent_{q4_k|q6_k}_t{16|32|48|96|176}
+//   experts_{gate_up|down}_persistent_q5_k_t{16|32|48|96|144}
+//   experts_{gate_up|down}_persistent_any_row_t{80|144}
 //
 // Blocks: the device's multiprocessors, less those of kernels beside them: a block that waits for one has its pieces
 // after all others. Arguments are those of experts_gemm.cu, with experts_sort's offsets for its tiles; num_experts <=
@@ -64,18 +69,24 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
     static constexpr int CONSUMERS = CONSUMERS_, THREADS = (CONSUMERS + 1) * WARPGROUP,
                          BAND_TILES = CONSUMERS * BLOCK_TILES;
     static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = STAGES_, K = 64, WARP_TILES = 2, COLUMNS = TOKENS / 8;
+    static constexpr bool SCALE_SUMS = TOKENS <= 32, WGMMA = !SCALE_SUMS, ROWS = F == ANY_ROW, K_TYPE = is_k_type(F);
     // Columns that suffice for some pieces, and steps to more that do.
-    static constexpr int FEWEST = TOKENS > 96 && F != ANY_ROW ? 96 : 48,
-                         COLUMNS_STEP = TOKENS % 48 == 0 ? 48 : TOKENS - FEWEST;
+    static constexpr int FEWEST = SCALE_SUMS ? 8
+        : TOKENS > 96 && F != ANY_ROW        ? 96
+                                             : 48,
+                         COLUMNS_STEP = SCALE_SUMS ? 8
+        : TOKENS % 48 == 0                         ? 48
+                                                   : TOKENS - FEWEST;
     static_assert((TOKENS - FEWEST) % COLUMNS_STEP == 0, "the last step has all");
-    static constexpr bool WGMMA = true, ROWS = F == ANY_ROW, K_TYPE = is_k_type(F);
     static constexpr int REGISTERS = 65536 / THREADS / 8 * 8, // of each thread, in the beginning
         CONSUMER_REGISTERS = TOKENS > 96 ? 232
+        : TOKENS == 16                   ? 104
         : CONSUMERS == 2                 ? 224
         : CONSUMERS == 3                 ? 152
                                          : 112,
                          COPYING_REGISTERS = REGISTERS * (CONSUMERS + 1) - CONSUMER_REGISTERS * CONSUMERS;
-    static constexpr int TILE_BYTES = ROWS ? TILE_ROWS * K * 2 : K / K_BLOCK * lines_of_block<F>() * LINE_BYTES,
+    static constexpr int BLOCK_LINES = lines_of_block<F>(), CODE_BIAS = code_bias<F>(),
+                         TILE_BYTES = ROWS ? TILE_ROWS * K * 2 : K / K_BLOCK * BLOCK_LINES * LINE_BYTES,
                          SPANS = ROWS ? 0 : K / SPAN;
     // Scales of a tile; of K types the head of its super-block, and the counts of each group.
     static constexpr int scale_bytes() {
@@ -85,6 +96,13 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
             return SPANS * 32;
     }
     static constexpr int SCALE_BYTES = scale_bytes();
+    // What a warp has for the scales of K types.
+    static constexpr int counted_bytes() {
+        if constexpr (K_TYPE)
+            return SPANS * WARP * (1 + (RowOf<F>::ROW.offsets || !SCALE_SUMS)) * 4;
+        else
+            return 0;
+    }
     // Shared memory: the stages, each with rows, which wgmma wants aligned to 1024 bytes, and lines and scales; of
     // ANY_ROW, what is unpacked; then the barriers, the pieces, the warps' places, and the grid.
     static constexpr int LINES_AT = TOKENS * K * 2, SCALES_AT = LINES_AT + (ROWS ? 0 : BAND_TILES * TILE_BYTES),
@@ -94,7 +112,10 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
     static constexpr int BARRIERS_AT = UNPACKED_AT + (ROWS ? UNPACKED * CONSUMERS * GROUP_BYTES : 0),
                          PIECES_AT = BARRIERS_AT + STAGES * 16, PLACES_AT = PIECES_AT + (int)sizeof(Pieces),
                          GRID_AT = PLACES_AT + THREADS / WARP * (int)sizeof(PiecePlace),
-                         SHARED_BYTES = GRID_AT + (ROWS ? GRID_BYTES : 0);
+                         COUNTED_AT = div_ceil(GRID_AT, 16) * 16, COUNTED_BYTES = counted_bytes(),
+                         SHARED_BYTES = ROWS ? GRID_AT + GRID_BYTES
+        : K_TYPE                             ? COUNTED_AT + CONSUMERS * 4 * COUNTED_BYTES
+                                             : GRID_AT;
     static_assert(SHARED_BYTES <= 227 << 10, "what a block may have");
 
     struct Stage {
@@ -119,9 +140,9 @@ template <class S, int C, class Act> __device__ __forceinline__ void with_column
 // The stages, one after the other, as a thread sees them: where it is, and the parity of its barriers' phase.
 template <class S> struct Ring {
     unsigned char* shared;
-    int slot = 0, parity = 0;
+    int slot = 0, parity = 0, lane = threadIdx.x % WARP;
 
-    __device__ __forceinline__ explicit Ring(unsigned char* shared) : shared(shared) {}
+    __device__ __forceinline__ explicit Ring(unsigned char* shared) : shared(shared) { keep(lane); }
     __device__ __forceinline__ uint64_t* full(int slot) const {
         return reinterpret_cast<uint64_t*>(shared + S::BARRIERS_AT) + slot;
     }
@@ -144,10 +165,10 @@ template <class S> struct Ring {
     // By the warps that multiply: until all of the stage is there; they need it no more.
     __device__ __forceinline__ void wait_full() const {
         mbarrier_wait(full(slot), parity);
-        shared_to_async();
+        if (S::WGMMA) shared_to_async();
     }
     __device__ __forceinline__ void read(int slot) const {
-        if (threadIdx.x % WARP == 0) mbarrier_arrive(empty(slot));
+        if (lane == 0) mbarrier_arrive(empty(slot));
     }
 };
 
@@ -246,7 +267,7 @@ template <class S> struct LineCopies {
         const int tid = threadIdx.x % WARPGROUP;
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
-            copy_async_16(stage.lines + tid * 16 + i * WARPGROUP * 16, lines + from[i],
+            copy_async_16(stage.lines + swizzle_line<S>(tid * 16) + i * WARPGROUP * 16, lines + from[i],
                 !HALVES || whole || tid % CHUNKS < CHUNKS / 2);
 #pragma unroll
         for (int i = 0; i < SCALE_COPIES; i++) {
@@ -302,9 +323,23 @@ template <class S> __device__ __forceinline__ int own_tile(const Piece& piece) {
 }
 
 // Adds a piece's products.
-template <class S, int C>
-__device__ __forceinline__ void multiply_stages(WarpSums<C>& acc, Ring<S>& ring, int steps, bool f16) {
-    WgmmaWeights<S> weights(f16);
+template <class S, int C, class OfScales>
+__device__ __forceinline__ void multiply_stages_scaling_sums(
+    WarpSums<C>& acc, Ring<S>& ring, int steps, OfScales of_scales) {
+    const LanePlaces<S> places(threadIdx.x / WARP * S::WARP_TILES, 0);
+    auto scales = scales_of<S>(of_scales);
+#pragma unroll 1
+    for (int s = 0; s < steps; s++) {
+        ring.wait_full();
+        multiply_scaling_sums<S>(acc, ring.stage(), places, scales);
+        __syncwarp();
+        ring.read(ring.slot);
+        ring.advance();
+    }
+}
+template <class S, int C, class OfScales>
+__device__ __forceinline__ void multiply_stages(WarpSums<C>& acc, Ring<S>& ring, int steps, OfScales of_scales) {
+    WgmmaWeights<S> weights(of_scales);
     typename S::Stage stage;
     auto begin_stage = [&] {
         ring.wait_full();
@@ -388,6 +423,13 @@ __device__ __forceinline__ void multiply_pieces(
                 for (float& sum : column) sum = 0.0f;
     };
     [[maybe_unused]] int unpacked = 0;
+    // What is known of scales: where a warp unpacks them, or their type.
+    [[maybe_unused]] const auto of_scales = [&] {
+        if constexpr (S::K_TYPE)
+            return ring.shared + S::COUNTED_AT + threadIdx.x / WARP * S::COUNTED_BYTES;
+        else
+            return Lines<S::F>::F16_SCALES && a.packing.f16;
+    }();
     while (at.take<S::TOKENS>(pieces)) {
         if constexpr (S::ROWS) {
             WarpSums<S::COLUMNS> acc;
@@ -399,7 +441,10 @@ __device__ __forceinline__ void multiply_pieces(
             with_columns<S, S::FEWEST>(at.piece.tokens, [&](auto columns) {
                 WarpSums<decltype(columns)::value / 8> acc;
                 clear(acc);
-                multiply_stages<S>(acc, ring, div_ceil(a.k, S::K), a.packing.f16);
+                if constexpr (S::SCALE_SUMS)
+                    multiply_stages_scaling_sums<S>(acc, ring, div_ceil(a.k, S::K), of_scales);
+                else
+                    multiply_stages<S>(acc, ring, div_ceil(a.k, S::K), of_scales);
                 store(Piece(at.piece), acc, columns);
             });
         }
@@ -410,7 +455,8 @@ __device__ __forceinline__ void multiply_pieces(
 template <class S, class InputRow, class Store>
 __device__ __forceinline__ void persistent(
     const int* offsets, int num_experts, const Operands<InputRow>& a, Store store) {
-    DYNAMIC_SHARED_ALIGNED(unsigned char, shared, 1024);
+    DYNAMIC_SHARED_ALIGNED(unsigned char, all_shared, 1024);
+    unsigned char* const shared = keep_shared(all_shared);
     Pieces& pieces = *reinterpret_cast<Pieces*>(shared + S::PIECES_AT);
     PiecePlace& at = reinterpret_cast<PiecePlace*>(shared + S::PLACES_AT)[threadIdx.x / WARP];
     const Ring<S> ring(shared);
@@ -557,15 +603,15 @@ __device__ __forceinline__ void down(const int* offsets, const int* pair_slot, c
         int intermediate, int down_at, int top_k, int num_experts, const __grid_constant__ Packing packing,            \
         const __grid_constant__ Epilogue epilogue
 #define PERSISTENT(format, F, SPAN, TOKENS, CONSUMERS, STAGES, SHARED)                                                 \
-    KERNEL_TILE(experts_gate_up_wgmma_##format##_t##TOKENS, TOKENS)                                                    \
+    KERNEL_TILE(experts_gate_up_persistent_##format##_t##TOKENS, TOKENS)                                               \
     KERNEL_BLOCKS(                                                                                                     \
-        experts_gate_up_wgmma_##format##_t##TOKENS, (CONSUMERS + 1) * WARPGROUP, 1, SHARED, PERSISTENT_ARGUMENTS)      \
+        experts_gate_up_persistent_##format##_t##TOKENS, (CONSUMERS + 1) * WARPGROUP, 1, SHARED, PERSISTENT_ARGUMENTS) \
     WITH_WGMMA(SHARED, (PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>::SHARED_BYTES),                            \
         (gate_up<PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>>(                                                 \
             offsets, pair_slot, experts, from, to, hidden, intermediate, top_k, num_experts, packing, epilogue)))      \
-    KERNEL_TILE(experts_down_wgmma_##format##_t##TOKENS, TOKENS)                                                       \
+    KERNEL_TILE(experts_down_persistent_##format##_t##TOKENS, TOKENS)                                                  \
     KERNEL_BLOCKS(                                                                                                     \
-        experts_down_wgmma_##format##_t##TOKENS, (CONSUMERS + 1) * WARPGROUP, 1, SHARED, PERSISTENT_ARGUMENTS)         \
+        experts_down_persistent_##format##_t##TOKENS, (CONSUMERS + 1) * WARPGROUP, 1, SHARED, PERSISTENT_ARGUMENTS)    \
     WITH_WGMMA(SHARED, (PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>::SHARED_BYTES),                            \
         (down<PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>>(                                                    \
             offsets, pair_slot, experts, from, to, hidden, intermediate, down_at, num_experts, packing, epilogue)))
@@ -582,14 +628,20 @@ PERSISTENT(int8_g64, INT8, 64, 96, 2, 7, 212332)
 PERSISTENT(int8_g64, INT8, 64, 176, 2, 5, 204108)
 PERSISTENT(int8_g32, INT8, 32, 96, 2, 7, 212332)
 PERSISTENT(int8_g32, INT8, 32, 176, 2, 5, 204108)
-PERSISTENT(q4_k, Q4_K, 32, 48, 4, 8, 217628)
-PERSISTENT(q4_k, Q4_K, 32, 96, 2, 10, 229788)
-PERSISTENT(q4_k, Q4_K, 32, 176, 2, 6, 201052)
-PERSISTENT(q5_k, Q5_K, 32, 48, 4, 7, 219660)
-PERSISTENT(q5_k, Q5_K, 32, 96, 2, 9, 225676)
-PERSISTENT(q5_k, Q5_K, 32, 144, 2, 7, 219500)
-PERSISTENT(q6_k, Q6_K, 16, 48, 4, 6, 207356)
-PERSISTENT(q6_k, Q6_K, 16, 96, 2, 8, 217468)
-PERSISTENT(q6_k, Q6_K, 16, 176, 2, 6, 225628)
+PERSISTENT(q4_k, Q4_K, 32, 16, 4, 9, 215600)
+PERSISTENT(q4_k, Q4_K, 32, 32, 4, 8, 209440)
+PERSISTENT(q4_k, Q4_K, 32, 48, 4, 8, 225824)
+PERSISTENT(q4_k, Q4_K, 32, 96, 2, 9, 211344)
+PERSISTENT(q4_k, Q4_K, 32, 176, 2, 6, 205152)
+PERSISTENT(q5_k, Q5_K, 32, 16, 4, 8, 225824)
+PERSISTENT(q5_k, Q5_K, 32, 32, 4, 7, 213520)
+PERSISTENT(q5_k, Q5_K, 32, 48, 4, 7, 227856)
+PERSISTENT(q5_k, Q5_K, 32, 96, 2, 9, 229776)
+PERSISTENT(q5_k, Q5_K, 32, 144, 2, 7, 223600)
+PERSISTENT(q6_k, Q6_K, 16, 16, 4, 7, 220688)
+PERSISTENT(q6_k, Q6_K, 16, 32, 4, 6, 203264)
+PERSISTENT(q6_k, Q6_K, 16, 48, 4, 6, 223744)
+PERSISTENT(q6_k, Q6_K, 16, 96, 2, 8, 225664)
+PERSISTENT(q6_k, Q6_K, 16, 176, 2, 5, 196944)
 PERSISTENT(any_row, ANY_ROW, 64, 80, 3, 6, 221612)
 PERSISTENT(any_row, ANY_ROW, 64, 144, 2, 6, 221532)
