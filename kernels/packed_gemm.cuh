@@ -167,7 +167,7 @@ __device__ __forceinline__ void multiply(
                     a[i][1][half] = row.z, a[i][1][half + 2] = row.w;
                 }
             } else {
-                places.template weights<true>(stage, i, b, a[i]);
+                places.template weights<true>(stage, 0, i, b, a[i]);
                 if constexpr (S::F != BF16)
                     scale_operand(a[i], places.two_scales(stage, i, b * K_BLOCK / S::SPAN), f16);
             }
@@ -175,12 +175,12 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
         for (int j = 0; j < S::COLUMNS; j++) {
             if (j >= columns) break;
-            const uint4 row = places.block_inputs(stage, j * 8, b);
-            const uint32_t first[2] = {row.x, row.y}, second[2] = {row.z, row.w};
+            uint32_t inputs[2][2];
+            places.load(stage, j * 8, b, inputs);
 #pragma unroll
-            for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][0], first);
+            for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][0], inputs[0]);
 #pragma unroll
-            for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][1], second);
+            for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][1], inputs[1]);
         }
     }
 }
@@ -226,7 +226,7 @@ template <class S, bool K_TYPE = is_k_type(S::F)> struct WgmmaWeights {
     RowScales scales[2];
     bool f16;
 
-    __device__ __forceinline__ explicit WgmmaWeights(bool f16) : f16(f16) {}
+    __device__ __forceinline__ explicit WgmmaWeights(const OfScales& of) : f16(of.f16) {}
 
     __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
         const int tile = threadIdx.x / WARP * 2;
@@ -266,7 +266,7 @@ template <class S> struct WgmmaWeights<S, true> {
     CountedScales<S> counted;
     int m, places[2]; // of this lane's two inputs of eight
 
-    __device__ __forceinline__ explicit WgmmaWeights(unsigned char* shared) : counted(shared) {
+    __device__ __forceinline__ explicit WgmmaWeights(const OfScales& of) : counted(of) {
         const int t = threadIdx.x % 4;
         m = t / 2;
         places[0] = above_128(t % 2 * 2), places[1] = above_128(t % 2 * 2 + 1);
@@ -274,7 +274,7 @@ template <class S> struct WgmmaWeights<S, true> {
 
     __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
         const int g = threadIdx.x % WARP / 4, tile = threadIdx.x / WARP * 2;
-        if (step == 0) counted.unpack(stage);
+        if (step == 0) counted.unpack(stage, 0);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const unsigned char* lines = stage.lines + (tile + i) * S::TILE_BYTES + step / 2 * R::LINES * LINE_BYTES;
@@ -287,7 +287,7 @@ template <class S> struct WgmmaWeights<S, true> {
                 upper[i].x = rotated(upper[i].x, m - 4), upper[i].y = rotated(upper[i].y, m - 4);
             }
 
-            if (step % STEPS_OF_GROUP == 0) scales[i] = counted.of(i, step / STEPS_OF_GROUP);
+            if (step % STEPS_OF_GROUP == 0) scales[i] = counted.of(stage, i, step / STEPS_OF_GROUP);
         }
     }
 
@@ -457,7 +457,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
                 if constexpr (S::ROWS) {
                     multiply_rows_wgmma<S, S::TOKENS>(acc, stage.lines, stage.rows);
                 } else {
-                    WgmmaWeights<S> tiles(f16);
+                    WgmmaWeights<S> tiles(OfScales{nullptr, f16});
                     tiles.load(stage, 0);
                     multiply_wgmma<S, decltype(n)::value>(acc, tiles, stage, [] {}, [] {});
                 }
@@ -480,8 +480,8 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
 #endif
         if constexpr (S::SCALE_SUMS) {
         const LanePlaces<S> places(warp * S::WARP_TILES, 0);
-        StageScales<S> scales{f16};
-        each_stage([&](const typename S::Stage& stage) { multiply_scaling_sums<S>(acc, stage, places, scales); });
+        StageScales<S> scales(OfScales{nullptr, f16});
+        each_stage([&](const typename S::Stage& stage) { multiply_scaling_sums<S>(acc, stage, 0, places, scales); });
     } else {
         const LanePlaces<S> places(warp_m * S::WARP_TILES, warp_n * S::WARP_TOKENS);
         const int columns = min(div_ceil(max(tokens - warp_n * S::WARP_TOKENS, 0), 8), S::COLUMNS); // that have tokens

@@ -90,13 +90,16 @@ template <Format F> struct RowOf {
     static constexpr float NUMBER_BIAS = ROW.codes == OF_E4M3 || ROW.codes == OF_IQ4 ? 0.0f : 128.0f + BIAS;
 };
 
-// llama.cpp's K types: integers whose groups count in parts of their super-block's scale.
+// llama.cpp's K types from four bits on: integers whose groups count in parts of their super-block's scale.
 constexpr bool is_k_type(Format f) {
-    return is_row(f) && f != ANY_ROW && ROWS[f - Q2_K].codes == INTEGERS && ROWS[f - Q2_K].scales == COUNTED;
+    return is_row(f) && f != ANY_ROW && ROWS[f - Q2_K].codes == INTEGERS && ROWS[f - Q2_K].scales == COUNTED &&
+        ROWS[f - Q2_K].bits >= 4;
 }
+// A format of its own with a row.
+template <Format F> constexpr bool is_row_value = is_row(F) && F != ANY_ROW;
 // Lines of a block of 32 inputs.
 template <Format F> constexpr int lines_of_block() {
-    if constexpr (is_row(F) && F != ANY_ROW)
+    if constexpr (is_row_value<F>)
         return RowOf<F>::LINES;
     else
         return Lines<F>::PER_BLOCK;
@@ -422,7 +425,7 @@ __device__ __forceinline__ void row_codes(const RowUnit& unit, int r, const uint
 // EXACT.
 template <Format F, bool EXACT = true> __device__ __forceinline__ uint32_t row_pair(uint32_t four, bool last) {
     constexpr Codes CODES = RowOf<F>::ROW.codes;
-    static_assert(EXACT || CODES == INTEGERS, "bytes below 128");
+    static_assert(EXACT || (CODES != OF_E4M3 && CODES != OF_IQ4), "bytes below 128");
     if constexpr (CODES == OF_E4M3) {
         const uint32_t above = __byte_perm(four, 0, last ? 0x3424 : 0x1404); // each the upper byte of its half
         return fma_bf16x2((above & 0x80008000u) | (above >> 4 & 0x07f007f0u), 0x7b807b80u, 0x80008000u);

@@ -9,44 +9,85 @@ struct SumScales {
     float2 scale, offset;
 };
 
+// What is known of scales beside a stage: a warp's own WarpScales::BYTES of shared memory, where it needs some, and
+// whether they are f16, where the launch says.
+struct OfScales {
+    unsigned char* shared;
+    bool f16;
+};
+
 // Scales as they lie in a stage.
 template <class S> struct StageScales {
     static constexpr bool OFFSETS = false;
+    int place;
     bool f16;
 
-    __device__ __forceinline__ void unpack(const typename S::Stage&) {}
-    __device__ __forceinline__ SumScales of(
-        const typename S::Stage& stage, const LanePlaces<S>& places, int i, int span) const {
-        return {scales_f32(places.two_scales(stage, i, span), f16), {}};
+    __device__ __forceinline__ explicit StageScales(const OfScales& of) : f16(of.f16) {
+        place = threadIdx.x / WARP * S::WARP_TILES * S::SPANS * 32 + threadIdx.x % WARP / 4 * 4, keep(place);
+    }
+    __device__ __forceinline__ void unpack(const typename S::Stage&, int) {}
+    __device__ __forceinline__ SumScales of(const typename S::Stage& stage, int i, int span) const {
+        const unsigned char* from = stage.scales + (i * S::SPANS + span) * 32 + place;
+        return {scales_f32(*reinterpret_cast<const uint32_t*>(from), f16), {}};
     }
 };
 
-// Those of K types, which the lanes of a warp unpack for one another: lane l has row l % 16 of tile l / 16. They come
-// to `shared`, the warp's own BYTES, as sums take them, or for_numbers of weights; all but the latter's offsets is
-// exact.
-template <class S> struct CountedScales {
+// Scales of rows, which the lanes of a warp unpack for one another: lane l has row l % 16 of tile l / 16.
+template <class S> struct WarpScales {
+    using R = RowOf<S::F>;
+    static constexpr Row ROW = R::ROW;
+    static constexpr bool OFFSETS = ROW.offsets, TWO = OFFSETS || !S::SCALE_SUMS;
+    static constexpr int NUMBERS = TWO ? 2 : 1, BYTES = S::SPANS * WARP * NUMBERS * 4;
+    static_assert(S::WARP_TILES * TILE_ROWS == WARP, "a lane to a row");
+    int row, first, to, from; // first: the tile's scales
+    unsigned char* shared;
+
+    __device__ __forceinline__ explicit WarpScales(const OfScales& of) : shared(of.shared) {
+        const int lane = threadIdx.x % WARP;
+        row = lane % TILE_ROWS;
+        first = (threadIdx.x / WARP * S::WARP_TILES + lane / TILE_ROWS) * S::SCALE_BYTES;
+        to = lane * NUMBERS * 4, from = lane / 4 * 2 * NUMBERS * 4;
+        keep(row), keep(first), keep(to), keep(from);
+    }
+    // In between two __syncwarp.
+    __device__ __forceinline__ void put(int span, float scale, float offset) {
+        unsigned char* place = shared + span * WARP * NUMBERS * 4 + to;
+        if constexpr (TWO)
+            *reinterpret_cast<float2*>(place) = make_float2(scale, offset);
+        else
+            *reinterpret_cast<float*>(place) = scale;
+    }
+    __device__ __forceinline__ SumScales of(const typename S::Stage&, int i, int span) const {
+        const unsigned char* place = shared + (span * WARP + i * TILE_ROWS) * NUMBERS * 4 + from;
+        if constexpr (TWO) {
+            const float4 all = *reinterpret_cast<const float4*>(place);
+            return {make_float2(all.x, all.z), make_float2(all.y, all.w)};
+        } else {
+            return {*reinterpret_cast<const float2*>(place), {}};
+        }
+    }
+};
+
+// Those of Q4_K, Q5_K and Q6_K, as sums take them, or for_numbers of weights; all but the latter's offsets is exact.
+template <class S> struct CountedScales : WarpScales<S> {
+    using All = WarpScales<S>;
     using R = RowOf<S::F>;
     static constexpr Row ROW = R::ROW;
     static constexpr bool OFFSETS = ROW.offsets;
-    static constexpr bool TWO = OFFSETS || !S::SCALE_SUMS;
-    static constexpr int NUMBERS = TWO ? 2 : 1, BYTES = S::SPANS * WARP * NUMBERS * 4;
-    static_assert(S::WARP_TILES * TILE_ROWS == WARP && (ROW.count_bits == 8 || (ROW.count_bits == 6 && OFFSETS)),
-        "a lane to a row, counts of Q4_K, Q5_K or Q6_K");
+    static_assert(ROW.count_bits == 8 || (ROW.count_bits == 6 && OFFSETS), "as counts are read here");
     static constexpr float ABOVE = 0x1p23f; // 0x4b000000 + a number below 2^23
-    int head, low, high, upper_bits, to, from, above;
+    int head, low, high, upper_bits, above;
     float of_upper_bits;
-    unsigned char* shared;
 
-    __device__ __forceinline__ explicit CountedScales(unsigned char* shared) : shared(shared) {
-        const int lane = threadIdx.x % WARP, tile = threadIdx.x / WARP * S::WARP_TILES + lane / TILE_ROWS,
-                  row = lane % TILE_ROWS, first = tile * S::SCALE_BYTES;
-        head = first + 2 * row, low = first + R::HEAD + row, high = first + R::HEAD + TILE_ROWS + row % 8;
-        upper_bits = row < 8 ? 0x0f : 0xf0, of_upper_bits = row < 8 ? 4.0f : 0.25f;
-        above = 0x4b000000, to = lane * NUMBERS * 4, from = lane / 4 * 2 * NUMBERS * 4;
-        keep(head), keep(low), keep(high), keep(upper_bits), keep(to), keep(from), keep(above);
+    __device__ __forceinline__ explicit CountedScales(const OfScales& of) : All(of) {
+        const int row = All::row;
+        head = All::first + 2 * row, low = All::first + R::HEAD + row;
+        high = All::first + R::HEAD + TILE_ROWS + row % 8;
+        upper_bits = row < 8 ? 0x0f : 0xf0, of_upper_bits = row < 8 ? 4.0f : 0.25f, above = 0x4b000000;
+        keep(head), keep(low), keep(high), keep(upper_bits), keep(above);
     }
 
-    __device__ __forceinline__ void unpack(const typename S::Stage& stage) {
+    __device__ __forceinline__ void unpack(const typename S::Stage& stage, int) {
         auto two = [&](int at) { return f16_value(*reinterpret_cast<const uint16_t*>(stage.scales + at + head)); };
         // Bits of a byte as a number.
         auto number = [&](uint32_t byte, uint32_t bits) { return __uint_as_float((byte & bits) | (uint32_t)above); };
@@ -58,7 +99,7 @@ template <class S> struct CountedScales {
         for (int n = 0; n < S::SPANS; n++) {
             const uint32_t count = stage.scales[n * R::RECORD + low];
             scale[n] = ROW.count_bits == 8 ? (number(count, 0xff) - (ABOVE + ROW.count_zero)) * d
-                                           : fmaf(number(count, 0x3f), d, above_d); // exact
+                                           : fmaf(number(count, 0x3f), d, above_d);
             if constexpr (OFFSETS) {
                 const uint32_t upper = stage.scales[n * R::RECORD + high];
                 offset[n] =
@@ -68,94 +109,280 @@ template <class S> struct CountedScales {
         }
         __syncwarp(); // what was there is read
 #pragma unroll
-        for (int n = 0; n < S::SPANS; n++) {
-            unsigned char* place = shared + n * WARP * NUMBERS * 4 + to;
-            if constexpr (TWO)
-                *reinterpret_cast<float2*>(place) = make_float2(scale[n], offset[n]);
-            else
-                *reinterpret_cast<float*>(place) = scale[n];
-        }
+        for (int n = 0; n < S::SPANS; n++) All::put(n, scale[n], offset[n]);
         __syncwarp();
     }
+};
 
-    __device__ __forceinline__ SumScales of(const typename S::Stage&, const LanePlaces<S>&, int i, int span) const {
-        return of(i, span);
+// Those of all other rows, exact, for sums.
+template <class S> struct UnpackedScales : WarpScales<S> {
+    using All = WarpScales<S>;
+    using R = RowOf<S::F>;
+    static constexpr Row ROW = R::ROW;
+    bool f16;
+
+    __device__ __forceinline__ explicit UnpackedScales(const OfScales& of) : All(of), f16(ROW.group != 0 || of.f16) {}
+
+    __device__ __forceinline__ void unpack(const typename S::Stage& stage, int s) {
+        const int row = All::row;
+        const unsigned char *head = stage.scales + All::first, *records = head + R::HEAD;
+        if (S::Tile::SKEW) records += s % 2 * S::Tile::SKEW;
+        auto two = [&](const unsigned char* from, bool f16) {
+            const uint16_t bits = *reinterpret_cast<const uint16_t*>(from + 2 * row);
+            return f16 ? f16_value(bits) : __uint_as_float((uint32_t)bits << 16);
+        };
+        auto four = [&](const unsigned char* from) { return *reinterpret_cast<const float*>(from + 4 * row); };
+        float d = 0.0f, dmin = 0.0f;
+        if constexpr (ROW.scales == OF_ROW) d = four(head);
+        if constexpr (R::HAS_SUPER_BLOCKS) d = two(head, true);
+        if constexpr (R::HAS_SUPER_BLOCKS && ROW.offsets) dmin = two(head + 2 * TILE_ROWS, true);
+        float scale[S::SPANS], offset[S::SPANS] = {};
+#pragma unroll
+        for (int n = 0; n < S::SPANS; n++) {
+            const unsigned char* record = records + n * R::RECORD;
+            // Bits of rows r, r + ROWS, ..
+            auto part = [&](int at, int rows, int bits) {
+                return (uint32_t)record[at + row % rows] >> row / rows * bits & ((1u << bits) - 1);
+            };
+            if constexpr (ROW.scales == SINGLE) {
+                scale[n] = two(record, f16);
+            } else if constexpr (ROW.scales == WIDE) {
+                scale[n] = four(record);
+            } else if constexpr (ROW.scales == OF_ROW) {
+                scale[n] = e4m3_above((uint32_t)record[row] << 24) * d;
+            } else if constexpr (ROW.scales == WITH_OFFSET) {
+                scale[n] = two(record, true), offset[n] = two(record + 2 * TILE_ROWS, true);
+            } else if constexpr (ROW.scales == ZEROS) {
+                scale[n] = two(record, f16), offset[n] = -(scale[n] * (float)record[2 * TILE_ROWS + row]);
+            } else if constexpr (ROW.scales == COUNTED && ROW.count_bits == 4) {
+                scale[n] = d * (float)(record[row] & 15u), offset[n] = -(dmin * (float)(record[row] >> 4));
+            } else if constexpr (ROW.scales == COUNTED) {
+                static_assert(ROW.count_bits == 6 && !ROW.offsets, "the others are CountedScales");
+                scale[n] = d * ((float)(part(0, 8, 4) | part(8, 4, 2) << 4) - ROW.count_zero);
+            } else {
+                uint32_t count = 0;
+                if constexpr (ROW.count_bits == 4) {
+                    count = part(0, 8, 4);
+                } else if constexpr (ROW.count_bits == 3) {
+                    auto bit = [&](int i) { return reinterpret_cast<const uint16_t*>(record)[i] >> row & 1u; };
+                    count = bit(0) | bit(1) << 1 | bit(2) << 2;
+                } else if constexpr (R::GRID) { // among the codes
+                    const unsigned char* tile = stage.lines + All::first / S::SCALE_BYTES * S::TILE_BYTES + 4 * row;
+                    auto word = [&](int line) { return *reinterpret_cast<const uint32_t*>(tile + line * LINE_BYTES); };
+                    count = ROW.codes == ONES_GRID ? word(2 * R::LINES) >> (n % 2 * 16 + 12) & 7u
+                        : ROW.codes == EIGHT_GRID  ? word(n * R::LINES + 1) >> 28
+                                                   : word(n * R::LINES + 2) >> 28;
+                }
+                scale[n] = d * ((float)(2 * count + 1) / (float)(1 << ROW.count_zero));
+            }
+        }
+        __syncwarp(); // what was there is read
+#pragma unroll
+        for (int n = 0; n < S::SPANS; n++)
+            All::put(n, scale[n], ROW.offsets ? offset[n] * (-1.0f / S::CODE_BIAS) : 0.0f);
+        __syncwarp();
     }
-    __device__ __forceinline__ SumScales of(int i, int span) const {
-        const unsigned char* place = shared + (span * WARP + i * TILE_ROWS) * NUMBERS * 4 + from;
-        if constexpr (TWO) {
-            const float4 all = *reinterpret_cast<const float4*>(place);
-            return {make_float2(all.x, all.z), make_float2(all.y, all.w)};
-        } else {
-            return {*reinterpret_cast<const float2*>(place), {}};
+};
+
+// Lines of Q4_K and Q5_K.
+template <class S> struct KPlaces : InputPlaces<S> {
+    static constexpr Format F = S::F;
+    static constexpr int BITS = RowOf<F>::ROW.bits;
+    static_assert(BITS == 4 || BITS == 5, "as lines are read here");
+    int lines[4], upper[2], turns[2]; // in blocks whose first line is i, i + 4, ..; where in words this lane's bits are
+
+    __device__ __forceinline__ explicit KPlaces(int tile) : InputPlaces<S>(0) {
+        const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, first = tile * S::TILE_BYTES;
+#pragma unroll
+        for (int i = 0; i < 4; i++) lines[i] = first + t * LINE_BYTES + (g * 8 ^ (t + i & 2) * 16), keep(lines[i]);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            upper[i] = first + (g * 8 ^ i * 32), keep(upper[i]);
+            turns[i] = 2 * t + i - 4, keep(turns[i]);
+        }
+    }
+    template <bool EXACT>
+    __device__ __forceinline__ void weights(
+        const typename S::Stage& stage, int, int i, int b, uint32_t (&a)[2][4]) const {
+        const int first = i * S::TILE_BYTES / LINE_BYTES + b * S::BLOCK_LINES; // a constant
+        auto line = [&](int n, int place) {
+            return *reinterpret_cast<const uint2*>(stage.lines + n * LINE_BYTES + place);
+        };
+        const uint2 own = line(first, lines[first % 4]);
+        const uint2 above = BITS == 5 ? line(first + 4, upper[first / 2 % 2]) : own;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const uint32_t word = r ? own.y : own.x, bits = r ? above.y : above.x;
+            uint32_t four[2] = {word & 0x0f0f0f0fu, shift_by_product<4>(word) & 0x0f0f0f0fu};
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                if (BITS == 5) four[m] |= rotated(bits, turns[m]) & 0x10101010u;
+                a[m][r] = row_pair<F, false>(four[m], false), a[m][r + 2] = row_pair<F, false>(four[m], true);
+            }
         }
     }
 };
 
-// `of` what is known of them: the warp's own part of shared memory, or whether they are f16.
-template <class S, class Of> __device__ __forceinline__ auto scales_of(Of of) {
+// Lines and inputs of Q6_K, a group of 16 at a time, of which lane (g, t) has inputs 4t .. 4t + 3: one product. A group
+// has lower halves of 8 inputs, twice, and upper bits.
+template <class S> struct SixBitPlaces {
+    static constexpr Format F = S::F;
+    static constexpr int UNIT = 16, PRODUCTS = 1;
+    static_assert(RowOf<F>::ROW.bits == 6 && S::SPAN == UNIT, "as lines are read here");
+    int inputs[4], lines, upper, turns[2];
+    uint32_t minus[4];
+
+    __device__ __forceinline__ explicit SixBitPlaces(int tile) {
+        const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, first = tile * S::TILE_BYTES;
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            inputs[n] = g * S::K * 2 + swizzle_row<S>(g, 2 * n + t / 2) + t % 2 * 8, keep(inputs[n]);
+        lines = first + t / 2 * LINE_BYTES + g * 8, upper = first + 2 * LINE_BYTES + g * 8;
+        turns[0] = t % 2 * 4, turns[1] = 2 * t - 4;
+        keep(lines), keep(upper), keep(turns[0]), keep(turns[1]);
+#pragma unroll
+        for (uint32_t& bias : minus) bias = (0xc300u + S::CODE_BIAS - 128) * 0x10001u, keep(bias);
+    }
+    __device__ __forceinline__ void load(
+        const typename S::Stage& stage, int token, int n, uint32_t (&of)[PRODUCTS][2]) const {
+        const uint2 four = *reinterpret_cast<const uint2*>(stage.rows + token * S::K * 2 + inputs[n]);
+        of[0][0] = four.x, of[0][1] = four.y;
+    }
+    template <bool EXACT>
+    __device__ __forceinline__ void weights(
+        const typename S::Stage& stage, int, int i, int n, uint32_t (&a)[1][4]) const {
+        const unsigned char* group = stage.lines + i * S::TILE_BYTES + 3 * n * LINE_BYTES;
+        const uint2 own = *reinterpret_cast<const uint2*>(group + lines),
+                    above = *reinterpret_cast<const uint2*>(group + upper);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const uint32_t four = (rotated(r ? own.y : own.x, turns[0]) & 0x0f0f0f0fu) |
+                (rotated(r ? above.y : above.x, turns[1]) & 0x30303030u);
+            a[0][r] = row_pair<F, false>(four, false), a[0][r + 2] = row_pair<F, false>(four, true);
+        }
+    }
+};
+
+// Lines of all other rows but DIGITS.
+template <class S> struct RowPlaces : InputPlaces<S> {
+    static constexpr Format F = S::F;
+    using R = RowOf<F>;
+    static constexpr Codes CODES = R::ROW.codes;
+    static_assert(CODES != DIGITS && R::ROW.bits != 6, "as lines are read here");
+    int lines[R::LOADS];
+    const uint32_t* grid;
+
+    static constexpr int OF_SUPER_BLOCK = CODES == ONES_GRID ? 1 : R::GRID ? 2 : 3; // that load's line, if it is there
+    static __device__ __forceinline__ int line_of(int load, int t) {
+        if (load == OF_SUPER_BLOCK) return 2 * R::LINES;
+        if (CODES == ONES_GRID) return 0;
+        if (CODES == EIGHT_GRID) return load;
+        if (CODES == FOUR_GRID) return load == 0 ? t / 2 : 2;
+        if (R::ROW.bits == 8) return 2 * t + load;
+        return load == 0 ? t / (R::ROW.bits < 4 ? 2 : 1) : R::LINES - 1;
+    }
+
+    __device__ __forceinline__ RowPlaces(int tile, const uint32_t* grid) : InputPlaces<S>(0), grid(grid) {
+        const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int l = 0; l < R::LOADS; l++)
+            lines[l] = tile * S::TILE_BYTES + swizzle_line<S>(line_of(l, t) * LINE_BYTES + g * 8), keep(lines[l]);
+    }
+    template <bool EXACT>
+    __device__ __forceinline__ void weights(
+        const typename S::Stage& stage, int s, int i, int b, uint32_t (&a)[2][4]) const {
+        const unsigned char* tile = stage.lines + i * S::TILE_BYTES;
+        RowUnit unit;
+        unit.within = 2 * (s % 4) + b;
+#pragma unroll
+        for (int l = 0; l < R::LOADS; l++) {
+            const uint2 two = *reinterpret_cast<const uint2*>(
+                tile + (l == OF_SUPER_BLOCK ? 0 : b * R::LINES * LINE_BYTES) + lines[l]);
+            unit.lines[l].x = two.x, unit.lines[l].y = two.y;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            uint32_t four[2];
+            row_codes<F>(unit, r, grid, four);
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+                a[m][r] = row_pair<F, EXACT>(four[m], false), a[m][r + 2] = row_pair<F, EXACT>(four[m], true);
+        }
+    }
+};
+
+// Of a warp, and what is known of scales and of grids.
+template <class S> __device__ __forceinline__ auto scales_of(const OfScales& of) {
     if constexpr (S::K_TYPE)
         return CountedScales<S>(of);
+    else if constexpr (is_row_value<S::F>)
+        return UnpackedScales<S>(of);
     else
-        return StageScales<S>{of};
+        return StageScales<S>(of);
+}
+template <class S> __device__ __forceinline__ auto places_of(int tile, const uint32_t* grid) {
+    if constexpr (S::F == Q6_K)
+        return SixBitPlaces<S>(tile);
+    else if constexpr (S::K_TYPE)
+        return KPlaces<S>(tile);
+    else if constexpr (is_row_value<S::F>)
+        return RowPlaces<S>(tile, grid);
+    else
+        return LanePlaces<S>(tile, 0);
 }
 
-// Adds the products of a stage with the first 8 C tokens.
-template <class S, int C, class Scales>
+// Adds the products of stage number `s` with the first 8 C tokens.
+template <class S, int C, class Places, class Scales>
 __device__ __forceinline__ void multiply_scaling_sums(
-    float (&acc)[S::WARP_TILES][C][4], const typename S::Stage& stage, const LanePlaces<S>& places, Scales& scales) {
-    constexpr int BIAS = S::CODE_BIAS, PRODUCTS = S::SPAN / 16;
+    float (&acc)[S::WARP_TILES][C][4], const typename S::Stage& stage, int s, const Places& places, Scales& scales) {
+    // A step has whole units; one of 32 inputs may have two spans, to each of which half of the lanes bring something.
+    constexpr int BIAS = S::CODE_BIAS, UNIT = Places::UNIT, STEP = S::SPAN < UNIT ? UNIT : S::SPAN,
+                  PARTS = STEP / S::SPAN, UNITS = STEP / UNIT, PRODUCTS = Places::PRODUCTS;
     static_assert(BIAS < 256 && (!Scales::OFFSETS || BIAS == 128), "bf16 and offsets are exact");
-    scales.unpack(stage);
+    scales.unpack(stage, s);
 #pragma unroll
-    for (int span = 0; span < S::SPANS; span++) {
-        uint32_t inputs[C][PRODUCTS][2];
-        float begin[C][4] = {};
+    for (int step = 0; step < S::K / STEP; step++) {
+        uint32_t inputs[C][UNITS][PRODUCTS][2];
+        float begin[PARTS][C][4] = {};
+        auto each_product = [&](float (&sum)[4], const uint32_t (*weights)[PRODUCTS][4], int j, int part) {
+#pragma unroll
+            for (int u = 0; u < UNITS; u++)
+#pragma unroll
+                for (int p = 0; p < PRODUCTS; p++) {
+                    uint32_t of_part[2] = {inputs[j][u][p][0], inputs[j][u][p][1]};
+                    if (PARTS == 2)
+                        for (uint32_t& x : of_part) x = (int)threadIdx.x % 4 / 2 == part ? x : 0;
+                    mma_bf16(sum, weights ? weights[u][p] : places.minus, of_part);
+                }
+        };
 #pragma unroll
         for (int j = 0; j < C; j++) {
-            if constexpr (S::SPAN == 16) {
-                const uint2 four = places.group_inputs(stage, j * 8, span);
-                inputs[j][0][0] = four.x, inputs[j][0][1] = four.y;
-            } else {
 #pragma unroll
-                for (int b = 0; b < PRODUCTS / 2; b++) {
-                    const uint4 row = places.block_inputs(stage, j * 8, span * (PRODUCTS / 2) + b);
-                    inputs[j][2 * b][0] = row.x, inputs[j][2 * b][1] = row.y;
-                    inputs[j][2 * b + 1][0] = row.z, inputs[j][2 * b + 1][1] = row.w;
-                }
-            }
-            if constexpr (BIAS != 0) {
+            for (int u = 0; u < UNITS; u++) places.load(stage, j * 8, step * UNITS + u, inputs[j][u]);
+            if constexpr (BIAS != 0)
 #pragma unroll
-                for (int p = 0; p < PRODUCTS; p++) mma_bf16(begin[j], places.minus, inputs[j][p]);
-            }
+                for (int part = 0; part < PARTS; part++) each_product(begin[part][j], nullptr, j, part);
         }
 #pragma unroll
         for (int i = 0; i < S::WARP_TILES; i++) {
-            uint32_t weights[PRODUCTS][4];
-            if constexpr (S::SPAN == 16) {
-                places.group_weights(stage, i, span, weights[0]);
-            } else {
+            uint32_t weights[UNITS][PRODUCTS][4];
 #pragma unroll
-                for (int b = 0; b < PRODUCTS / 2; b++) {
-                    uint32_t of_block[2][4];
-                    places.template weights<false>(stage, i, span * (PRODUCTS / 2) + b, of_block);
+            for (int u = 0; u < UNITS; u++)
+                places.template weights<BIAS == 0>(stage, s, i, step * UNITS + u, weights[u]);
 #pragma unroll
-                    for (int c = 0; c < 4; c++)
-                        weights[2 * b][c] = of_block[0][c], weights[2 * b + 1][c] = of_block[1][c];
-                }
-            }
-            const SumScales by = scales.of(stage, places, i, span);
+            for (int part = 0; part < PARTS; part++) {
+                const SumScales by = scales.of(stage, i, step * PARTS + part);
 #pragma unroll
-            for (int j = 0; j < C; j++) {
-                float sum[4];
+                for (int j = 0; j < C; j++) {
+                    float sum[4];
 #pragma unroll
-                for (int c = 0; c < 4; c++) sum[c] = begin[j][c];
+                    for (int c = 0; c < 4; c++) sum[c] = begin[part][j][c];
+                    each_product(sum, weights, j, part);
 #pragma unroll
-                for (int p = 0; p < PRODUCTS; p++) mma_bf16(sum, weights[p], inputs[j][p]);
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    acc[i][j][c] += (c < 2 ? by.scale.x : by.scale.y) * sum[c];
-                    if (Scales::OFFSETS) acc[i][j][c] += (c < 2 ? by.offset.x : by.offset.y) * begin[j][c];
+                    for (int c = 0; c < 4; c++) {
+                        acc[i][j][c] += (c < 2 ? by.scale.x : by.scale.y) * sum[c];
+                        if (Scales::OFFSETS) acc[i][j][c] += (c < 2 ? by.offset.x : by.offset.y) * begin[part][j][c];
+                    }
                 }
             }
         }

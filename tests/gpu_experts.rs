@@ -305,13 +305,13 @@ fn many_tokens() {
 #[test]
 fn pieces_of_few_tokens() {
     need_gpu!();
-    // On Hopper up to 8, 16, 24 and 32 tokens of an expert, whose scales are applied to sums; then pieces of 48. 9 and
-    // 50 tokens, too, have such pieces.
-    for precision in [Precision::Q4K, Precision::Q5K, Precision::Q6K] {
-        for (hidden, intermediate) in [(256, 256), (512, 768)] {
-            let tokens = &[5, 17, 30, 43, 70];
-            check_store(&store(hidden, intermediate, precision), &precision.into(), tokens, &[Place::Vram]);
-        }
+    // On Hopper up to 8, 16, 24 and 32 tokens of an expert, whose scales are applied to sums; then larger pieces.
+    for &(precision, hidden, intermediate) in FORMATS.iter().chain(ROWS) {
+        check_store(&store(hidden, intermediate, precision), &precision.into(), &[5, 17, 30, 43], &[Place::Vram]);
+    }
+    // More stages than a block has room for, several super-blocks, more tiles than a piece has.
+    for precision in [Precision::Q4K, Precision::Q5K, Precision::Q6K, Precision::Iq3S, Precision::Nvfp4] {
+        check_store(&store(512, 1024, precision), &precision.into(), &[17, 43, 70], &[Place::Vram]);
     }
 }
 

@@ -26,10 +26,10 @@ const TILES: [usize; 4] = [16, 32, 64, 128];
 pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
 
 /// From so many tokens of an expert on, on average, blocks that stay are faster than tiles on Hopper; measured on an
-/// H100 and an H200.
-fn persistent_from(precision: Precision) -> usize {
+/// H100 and an H200. `fewest`: what the smallest of their pieces have, at most.
+fn persistent_from(precision: Precision, fewest: usize) -> usize {
     match precision {
-        Precision::Q4K | Precision::Q5K | Precision::Q6K => 1, // whose tiles are unpacked through shared memory
+        _ if fewest < 48 => 0, // tiles would be unpacked through shared memory
         Precision::Int8 { .. } => 24,
         _ => 16,
     }
@@ -118,14 +118,19 @@ impl<A> MatrixKernels<A> {
             let prefix = format!("experts_{name}_persistent_{name_of}_t");
             kernels::PERSISTENT_KERNELS.iter().filter(|kernel| kernel.name.starts_with(&prefix)).copied().collect()
         };
-        // A row's own ones, if it has some.
-        let mut persistent = Some(persistent(&own)).filter(|own| !own.is_empty()).unwrap_or_else(|| persistent(&many));
-        persistent.sort_by_key(|kernel| kernel.tile[0]);
+        // A row's own ones, and for more tokens than they are made for those of many rows.
+        let mut all = persistent(&own);
+        all.sort_by_key(|kernel| kernel.tile[0]);
+        let most = all.last().map_or(0, |kernel| kernel.tile[0]);
+        let mut more = persistent(&many);
+        more.retain(|kernel| kernel.tile[0] > most);
+        more.sort_by_key(|kernel| kernel.tile[0]);
+        all.extend(more);
         Self {
             few: named(few, &format!("experts_{name}_gemv_{}", row_name(precision))),
             many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), EXPERT_TILES),
-            persistent,
-            persistent_from: persistent_from(precision),
+            persistent_from: persistent_from(precision, all.first().map_or(usize::MAX, |kernel| kernel.tile[0])),
+            persistent: all,
             packing: packing(precision, grid),
         }
     }
@@ -224,7 +229,7 @@ mod tests {
             assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
         }
         let (four_bits, eight_bits) = (&[48, 96, 176][..], &[96, 176][..]);
-        let (k_types, rows, none) = (&[16, 32, 48, 96, 176][..], &[80, 144][..], &[][..]);
+        let (k_types, none) = (&[16, 32, 48, 96, 176][..], &[][..]);
         for (precision, expected) in [
             (Precision::int4(32), four_bits),
             (Precision::int4(128), four_bits),
@@ -233,8 +238,11 @@ mod tests {
             (Precision::Q4K, k_types),
             (Precision::Q5K, &[16, 32, 48, 96, 144]),
             (Precision::Q6K, k_types),
-            (Precision::Q3K, rows),
-            (Precision::Nvfp4, rows),
+            (Precision::Q3K, &[16, 80, 144]),
+            (Precision::Nvfp4, &[16, 80, 144]),
+            (Precision::Iq3Xxs, &[16, 32, 80, 144]),
+            (Precision::fp8(128), &[16, 32, 80, 144]),
+            (Precision::Tq1_0, &[80, 144]),
             (Precision::Bf16, none),
         ] {
             let found =
