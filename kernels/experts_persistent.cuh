@@ -1,5 +1,5 @@
-// Routed experts over many tokens on Hopper: the products gate_up and down of experts_gemm.cu, by blocks that stay.
-// Only on compute capability 9.0 (in code for other cards these kernels are empty).
+// Routed experts of more than a few tokens on Hopper: the products gate_up and down of experts_gemm.cu, by blocks that
+// stay. Only on compute capability 9.0 (in code for other cards these kernels are empty).
 //
 // A multiprocessor has one block: a warpgroup that copies, and CONSUMERS that multiply 8 tiles of 16 rows of weights
 // each by up to TOKENS tokens of an expert. The copies are always some stages ahead, those of the next piece of work
@@ -20,6 +20,7 @@
 //   experts_{gate_up|down}_persistent_{q4_k|q6_k}_t{16|32|48|96|176}
 //   experts_{gate_up|down}_persistent_q5_k_t{16|32|48|96|144}
 //   experts_{gate_up|down}_persistent_any_row_t{80|144}
+//   experts_{gate_up|down}_persistent_{other rows but tq1_0}_t{16|32}, of groups of 16 t16 alone
 //
 // Blocks: the device's multiprocessors, less those of kernels beside them: a block that waits for one has its pieces
 // after all others. Arguments are those of experts_gemm.cu, with experts_sort's offsets for its tiles; num_experts <=
@@ -270,23 +271,23 @@ template <class S> struct LineCopies {
     static __device__ __forceinline__ int2 lines_at(int k0) {
         if constexpr (is_row_value<S::F>) {
             using R = RowOf<S::F>;
-            constexpr int OF_SUPER_BLOCK = R::MORE_LINES ? R::BLOCKS / R::MORE_LINES : 1; // blocks to a line
-            const int block = k0 / K_BLOCK, within = block % R::BLOCKS;
+            const int block = k0 / K_BLOCK;
             return make_int2((block * R::LINES + block / R::BLOCKS * R::MORE_LINES) * LINE_BYTES,
-                ((R::BLOCKS - within - 2) * R::LINES + within / OF_SUPER_BLOCK) * LINE_BYTES);
+                (line_behind<S::F>(block % R::BLOCKS) - 2 * R::LINES) * LINE_BYTES);
         }
         return make_int2(k0 / K_BLOCK * S::BLOCK_LINES * LINE_BYTES, 0);
     }
 
     __device__ __forceinline__ void copy(const typename S::Stage& stage, int k0, bool whole) {
         const int tid = threadIdx.x % WARPGROUP;
-        const int2 at = lines_at(k0);
+        const int2 lines_from = lines_at(k0);
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             const int chunk = (tid + i * WARPGROUP) % CHUNKS;
             const bool of_super_block = Tile::LINES > 2 * S::BLOCK_LINES && chunk >= 2 * S::BLOCK_LINES * 4;
             copy_async_16(stage.lines + swizzle_line<S>(tid * 16) + i * WARPGROUP * 16,
-                lines + at.x + (of_super_block ? at.y : 0) + from[i], !HALVES || whole || chunk < CHUNKS / 2);
+                lines + lines_from.x + (of_super_block ? lines_from.y : 0) + from[i],
+                !HALVES || whole || chunk < CHUNKS / 2);
         }
 #pragma unroll
         for (int i = 0; i < SCALE_COPIES; i++) {

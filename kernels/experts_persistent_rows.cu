@@ -1,5 +1,5 @@
-// Up to 32 tokens of an expert on Hopper, by blocks that stay (experts_persistent.cuh): rows of packed_rows.cuh but
-// those of experts_persistent.cu, and TQ1_0, whose digits are not read by lines.
+// Up to 32 tokens of an expert on Hopper, by blocks that stay (experts_persistent.cuh): all rows of packed_rows.cuh but
+// those of experts_persistent.cu and TQ1_0, whose digits are not read by lines.
 #include "experts_persistent.cuh"
 
 PERSISTENT(q2_k, Q2_K, 16, 16, 4, 10, 164416)

@@ -48,7 +48,7 @@ template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr Format F = F_;
     static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, TOKENS),
                          K = F == BF16 || F == ANY_ROW || TOKENS >= 64 ? 64 : 128;
-    static constexpr bool ROWS = F == ANY_ROW, K_TYPE = is_k_type(F), WGMMA = use_wgmma(TOKENS),
+    static constexpr bool ROWS = F == ANY_ROW, WGMMA = use_wgmma(TOKENS),
                           SCALE_SUMS = F != BF16 && !ROWS && SPAN == 64 && TOKENS <= 16;
     static constexpr int WARPS_N = TOKENS == 128 && !WGMMA ? 2 : 1, WARPS_M = 4 / WARPS_N;
     static constexpr int WARP_TILES = BLOCK_TILES / WARPS_M, WARP_TOKENS = TOKENS / WARPS_N, COLUMNS = WARP_TOKENS / 8;

@@ -74,6 +74,9 @@ template <Format F> struct RowOf {
                                                          : ROW.bits;
     static constexpr int MORE_LINES = ROW.codes == DIGITS ? 13 : ROW.codes == ONES_GRID ? 4 : GRID && ROW.zero ? 2 : 0;
     static constexpr int LOADS = GRID ? 2 + ROW.zero : ROW.bits == 2 || ROW.bits == 4 ? 1 : 2; // lines of a lane
+    static constexpr int LOAD_BEHIND = ROW.codes == ONES_GRID ? 1
+        : GRID                                                ? 2
+                                                              : 3; // of a super-block's line, if it has some
     static constexpr int GRID_WORDS = !GRID ? 0 : 256 << ROW.bits;
     static constexpr int HEAD = ROW.scales == OF_ROW ? 64 : HAS_SUPER_BLOCKS ? 32 * (1 + ROW.offsets) : 0;
     static constexpr int RECORD = ROW.scales == SINGLE    ? 32
@@ -154,6 +157,23 @@ template <Format F> struct RowPlace {
     }
 };
 
+// The line of a super-block that block `within` needs, from that block's first one on; other rows have none.
+template <Format F> __device__ __forceinline__ int line_behind(int within) {
+    using R = RowOf<F>;
+    return (R::BLOCKS - within) * R::LINES + within / (R::ROW.codes == ONES_GRID ? 2 : 4); // so many share one
+}
+// Which line of a block is number `load` of those that lane (g, t) reads, where the super-block's is line `behind`.
+template <Format F> __device__ __forceinline__ int line_of_load(int load, int t, int behind) {
+    constexpr Row ROW = RowOf<F>::ROW;
+    if (load == RowOf<F>::LOAD_BEHIND) return behind;
+    if (ROW.codes == ONES_GRID) return 0;
+    if (ROW.codes == EIGHT_GRID) return load;
+    if (ROW.codes == FOUR_GRID) return load == 0 ? t / 2 : 2;
+    if (ROW.bits == 8) return 2 * t + load;
+    if (ROW.bits == 6) return t / 2 * 3 + (load == 0 ? t % 2 : 2);
+    return load == 0 ? t / (ROW.bits < 4 ? 2 : 1) : RowOf<F>::LINES - 1; // the last of an odd number is of one bit
+}
+
 // Of unit `u` of a tile, whose codes begin at `codes`. Beyond k the last block stands in: its inputs are zero. Of
 // groups of 16 those of PARTS = 1 are the lane's own.
 template <Format F, int PARTS>
@@ -167,21 +187,8 @@ __device__ __forceinline__ RowPlace<F> row_place(const uint8_t* tile, int u, int
     const uint8_t* lines = tile + codes + (size_t)(block * R::LINES + super * R::MORE_LINES) * LINE_BYTES + q * 16;
 #pragma unroll
     for (int i = 0; i < R::LOADS; i++) {
-        int line;
-        if (R::ROW.codes == DIGITS)
-            line = digit_at(within, 2 * t + i).x;
-        else if (R::ROW.codes == ONES_GRID) // index, upper bits
-            line = i == 0 ? 0 : R::BLOCKS - within + within / 2;
-        else if (R::ROW.codes == EIGHT_GRID) // index, signs, upper bits
-            line = i < 2 ? i : (R::BLOCKS - within) * R::LINES + within / 4;
-        else if (R::ROW.codes == FOUR_GRID)
-            line = i == 0 ? t / 2 : i == 1 ? 2 : (R::BLOCKS - within) * R::LINES + within / 4;
-        else if (R::ROW.bits == 8)
-            line = 2 * t + i;
-        else if (R::ROW.bits == 6)
-            line = t / 2 * 3 + (i == 0 ? t % 2 : 2);
-        else // the last of an odd number is of one bit
-            line = i == 0 ? t / (R::ROW.bits < 4 ? 2 : 1) : R::LINES - 1;
+        const int line =
+            R::ROW.codes == DIGITS ? digit_at(within, 2 * t + i).x : line_of_load<F>(i, t, line_behind<F>(within));
         at.lines[i] = lines + line * LINE_BYTES;
     }
     const uint32_t group = R::ROW.group == 16 ? 2 * block : R::ROW.group == 32 ? block : block * K_BLOCK >> group_shift;
@@ -421,8 +428,8 @@ __device__ __forceinline__ void row_codes(const RowUnit& unit, int r, const uint
     }
 }
 
-// Two codes of row_codes as bf16 numbers: the first or the last ones of four. Integers have NUMBER_BIAS more unless
-// EXACT.
+// Two codes of row_codes as bf16 numbers: the first or the last ones of four. All but E4M3 and IQ4 have NUMBER_BIAS
+// more unless EXACT.
 template <Format F, bool EXACT = true> __device__ __forceinline__ uint32_t row_pair(uint32_t four, bool last) {
     constexpr Codes CODES = RowOf<F>::ROW.codes;
     static_assert(EXACT || (CODES != OF_E4M3 && CODES != OF_IQ4), "bytes below 128");

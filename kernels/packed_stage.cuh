@@ -31,7 +31,7 @@ template <Format F, int SPAN> struct TileStage<F, SPAN, true> {
 // .. meet in no bank. Lanes that read neighbouring lines meet in none as they lie.
 template <class S> __device__ __forceinline__ uint32_t swizzle_line(uint32_t at) {
     const uint32_t line = at / LINE_BYTES;
-    if (S::WGMMA || !(S::BLOCK_LINES == 4 || S::BLOCK_LINES == 8 || S::F == BF16 || S::F == Q5_K)) return at;
+    if (S::WGMMA || !(S::BLOCK_LINES == 4 || S::BLOCK_LINES == 5 || S::BLOCK_LINES == 8 || S::F == BF16)) return at;
     return at ^ (S::BLOCK_LINES < 8 ? (line >> 1 & 1) : S::BLOCK_LINES == 8 ? (line >> 1 & 3) : (line >> 2 & 3)) * 32;
 }
 // Of 8 inputs of a row, and where they lie in it. For wgmma weights of ANY_ROW and tokens have one order of inputs, in

@@ -4,12 +4,12 @@
 #include "packed_stage.cuh"
 
 // What a lane's sums are multiplied by, those of rows 2g and 2g + 1 of a tile, and so many times the sums they began
-// with are added.
+// with are added. (Of weights that are scaled: their scale and offset.)
 struct SumScales {
     float2 scale, offset;
 };
 
-// What is known of scales beside a stage: a warp's own WarpScales::BYTES of shared memory, where it needs some, and
+// What is known of scales beside a stage: a warp's own part of shared memory, where it needs some, and
 // whether they are f16, where the launch says.
 struct OfScales {
     unsigned char* shared;
@@ -37,8 +37,9 @@ template <class S> struct WarpScales {
     using R = RowOf<S::F>;
     static constexpr Row ROW = R::ROW;
     static constexpr bool OFFSETS = ROW.offsets, TWO = OFFSETS || !S::SCALE_SUMS;
-    static constexpr int NUMBERS = TWO ? 2 : 1, BYTES = S::SPANS * WARP * NUMBERS * 4;
-    static_assert(S::WARP_TILES * TILE_ROWS == WARP, "a lane to a row");
+    static constexpr int NUMBERS = TWO ? 2 : 1;
+    static_assert(
+        S::WARP_TILES * TILE_ROWS == WARP && S::WARP_SCALES == S::SPANS * WARP * NUMBERS * 4, "a lane to a row");
     int row, first, to, from; // first: the tile's scales
     unsigned char* shared;
 
@@ -68,7 +69,7 @@ template <class S> struct WarpScales {
     }
 };
 
-// Those of Q4_K, Q5_K and Q6_K, as sums take them, or for_numbers of weights; all but the latter's offsets is exact.
+// Those of Q4_K, Q5_K and Q6_K, as sums take them, or for_numbers of weights; all but the latter's offsets are exact.
 template <class S> struct CountedScales : WarpScales<S> {
     using All = WarpScales<S>;
     using R = RowOf<S::F>;
@@ -114,11 +115,12 @@ template <class S> struct CountedScales : WarpScales<S> {
     }
 };
 
-// Those of all other rows, exact, for sums.
+// Those of all other rows, for sums; exact but NVFP4's, which are rounded to f32.
 template <class S> struct UnpackedScales : WarpScales<S> {
     using All = WarpScales<S>;
     using R = RowOf<S::F>;
     static constexpr Row ROW = R::ROW;
+    static_assert(S::K == 64, "s counts stages of two blocks");
     bool f16;
 
     __device__ __forceinline__ explicit UnpackedScales(const OfScales& of) : All(of), f16(ROW.group != 0 || of.f16) {}
@@ -184,32 +186,33 @@ template <class S> struct UnpackedScales : WarpScales<S> {
     }
 };
 
-// Lines of Q4_K and Q5_K.
-template <class S> struct KPlaces : InputPlaces<S> {
+// Lines of integers of four and five bits.
+template <class S> struct IntegerPlaces : InputPlaces<S> {
     static constexpr Format F = S::F;
     static constexpr int BITS = RowOf<F>::ROW.bits;
-    static_assert(BITS == 4 || BITS == 5, "as lines are read here");
+    static_assert((BITS == 4 || BITS == 5) && 2 * S::TILE_BYTES % (4 * LINE_BYTES) == 0, "as lines are read here");
     int lines[4], upper[2], turns[2]; // in blocks whose first line is i, i + 4, ..; where in words this lane's bits are
 
-    __device__ __forceinline__ explicit KPlaces(int tile) : InputPlaces<S>(0) {
+    __device__ __forceinline__ explicit IntegerPlaces(int tile) : InputPlaces<S>(0) {
         const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, first = tile * S::TILE_BYTES;
 #pragma unroll
         for (int i = 0; i < 4; i++) lines[i] = first + t * LINE_BYTES + (g * 8 ^ (t + i & 2) * 16), keep(lines[i]);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            upper[i] = first + (g * 8 ^ i * 32), keep(upper[i]);
+            upper[i] = first + (int)swizzle_line<S>(2 * i * LINE_BYTES + g * 8) - 2 * i * LINE_BYTES, keep(upper[i]);
             turns[i] = 2 * t + i - 4, keep(turns[i]);
         }
     }
     template <bool EXACT>
     __device__ __forceinline__ void weights(
         const typename S::Stage& stage, int, int i, int b, uint32_t (&a)[2][4]) const {
+        static_assert(!EXACT, "with their bias");
         const int first = i * S::TILE_BYTES / LINE_BYTES + b * S::BLOCK_LINES; // a constant
         auto line = [&](int n, int place) {
             return *reinterpret_cast<const uint2*>(stage.lines + n * LINE_BYTES + place);
         };
         const uint2 own = line(first, lines[first % 4]);
-        const uint2 above = BITS == 5 ? line(first + 4, upper[first / 2 % 2]) : own;
+        const uint2 above = BITS == 5 ? line(first + 4, upper[first / 2 % 2]) : own; // 4 more: of the same swizzle
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const uint32_t word = r ? own.y : own.x, bits = r ? above.y : above.x;
@@ -251,6 +254,7 @@ template <class S> struct SixBitPlaces {
     template <bool EXACT>
     __device__ __forceinline__ void weights(
         const typename S::Stage& stage, int, int i, int n, uint32_t (&a)[1][4]) const {
+        static_assert(!EXACT, "with their bias");
         const unsigned char* group = stage.lines + i * S::TILE_BYTES + 3 * n * LINE_BYTES;
         const uint2 own = *reinterpret_cast<const uint2*>(group + lines),
                     above = *reinterpret_cast<const uint2*>(group + upper);
@@ -268,25 +272,16 @@ template <class S> struct RowPlaces : InputPlaces<S> {
     static constexpr Format F = S::F;
     using R = RowOf<F>;
     static constexpr Codes CODES = R::ROW.codes;
-    static_assert(CODES != DIGITS && R::ROW.bits != 6, "as lines are read here");
+    static_assert(CODES != DIGITS && S::K == 64, "as lines are read here");
     int lines[R::LOADS];
     const uint32_t* grid;
-
-    static constexpr int OF_SUPER_BLOCK = CODES == ONES_GRID ? 1 : R::GRID ? 2 : 3; // that load's line, if it is there
-    static __device__ __forceinline__ int line_of(int load, int t) {
-        if (load == OF_SUPER_BLOCK) return 2 * R::LINES;
-        if (CODES == ONES_GRID) return 0;
-        if (CODES == EIGHT_GRID) return load;
-        if (CODES == FOUR_GRID) return load == 0 ? t / 2 : 2;
-        if (R::ROW.bits == 8) return 2 * t + load;
-        return load == 0 ? t / (R::ROW.bits < 4 ? 2 : 1) : R::LINES - 1;
-    }
 
     __device__ __forceinline__ RowPlaces(int tile, const uint32_t* grid) : InputPlaces<S>(0), grid(grid) {
         const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int l = 0; l < R::LOADS; l++)
-            lines[l] = tile * S::TILE_BYTES + swizzle_line<S>(line_of(l, t) * LINE_BYTES + g * 8), keep(lines[l]);
+            lines[l] = tile * S::TILE_BYTES + swizzle_line<S>(line_of_load<F>(l, t, 2 * R::LINES) * LINE_BYTES + g * 8),
+            keep(lines[l]);
     }
     template <bool EXACT>
     __device__ __forceinline__ void weights(
@@ -297,7 +292,7 @@ template <class S> struct RowPlaces : InputPlaces<S> {
 #pragma unroll
         for (int l = 0; l < R::LOADS; l++) {
             const uint2 two = *reinterpret_cast<const uint2*>(
-                tile + (l == OF_SUPER_BLOCK ? 0 : b * R::LINES * LINE_BYTES) + lines[l]);
+                tile + (l == R::LOAD_BEHIND ? 0 : b * R::LINES * LINE_BYTES) + lines[l]);
             unit.lines[l].x = two.x, unit.lines[l].y = two.y;
         }
 #pragma unroll
@@ -311,7 +306,7 @@ template <class S> struct RowPlaces : InputPlaces<S> {
     }
 };
 
-// Of a warp, and what is known of scales and of grids.
+// A warp's, by what is known of scales and where the grid is.
 template <class S> __device__ __forceinline__ auto scales_of(const OfScales& of) {
     if constexpr (S::K_TYPE)
         return CountedScales<S>(of);
@@ -321,17 +316,21 @@ template <class S> __device__ __forceinline__ auto scales_of(const OfScales& of)
         return StageScales<S>(of);
 }
 template <class S> __device__ __forceinline__ auto places_of(int tile, const uint32_t* grid) {
-    if constexpr (S::F == Q6_K)
+    if constexpr (S::F == Q6_K) {
         return SixBitPlaces<S>(tile);
-    else if constexpr (S::K_TYPE)
-        return KPlaces<S>(tile);
-    else if constexpr (is_row_value<S::F>)
-        return RowPlaces<S>(tile, grid);
-    else
+    } else if constexpr (is_row_value<S::F>) {
+        constexpr Row ROW = RowOf<S::F>::ROW;
+        if constexpr (ROW.codes == INTEGERS && (ROW.bits == 4 || ROW.bits == 5))
+            return IntegerPlaces<S>(tile);
+        else
+            return RowPlaces<S>(tile, grid);
+    } else {
         return LanePlaces<S>(tile, 0);
+    }
 }
 
-// Adds the products of stage number `s` with the first 8 C tokens.
+// Adds the products of stage number `s` with the first 8 C tokens. Inputs beyond 2^120 may make NaN of them, because
+// sums begin with so many of them.
 template <class S, int C, class Places, class Scales>
 __device__ __forceinline__ void multiply_scaling_sums(
     float (&acc)[S::WARP_TILES][C][4], const typename S::Stage& stage, int s, const Places& places, Scales& scales) {

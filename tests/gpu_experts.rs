@@ -297,8 +297,8 @@ fn few_tokens() {
 #[test]
 fn many_tokens() {
     need_gpu!();
-    // Tiles of 8, 32, 64 and 128 tokens to an expert, and their ends; on Hopper pieces of 48, 96 and 176 (of Q5_K 144),
-    // and two.
+    // Tiles of 8, 32, 64 and 128 tokens to an expert, and their ends; on Hopper pieces of 16, 32 or 48, 96 and 176
+    // (of Q5_K 144), and two.
     formats().into_iter().for_each(|format| check_all(format, &[9, 50, 130, 370]));
 }
 
@@ -309,10 +309,16 @@ fn pieces_of_few_tokens() {
     for &(precision, hidden, intermediate) in FORMATS.iter().chain(ROWS) {
         check_store(&store(hidden, intermediate, precision), &precision.into(), &[5, 17, 30, 43], &[Place::Vram]);
     }
-    // More stages than a block has room for, several super-blocks, more tiles than a piece has.
-    for precision in [Precision::Q4K, Precision::Q5K, Precision::Q6K, Precision::Iq3S, Precision::Nvfp4] {
-        check_store(&store(512, 1024, precision), &precision.into(), &[17, 43, 70], &[Place::Vram]);
+    // Several super-blocks, more stages than a block has room for, more tiles than a piece has.
+    let of_super_blocks = [Precision::Q4K, Precision::Q5K, Precision::Q6K, Precision::Q3K, Precision::Iq4Xs];
+    let with_lines_behind = [Precision::Iq1S, Precision::Iq1M, Precision::Iq2S, Precision::Iq3S];
+    for precision in of_super_blocks.into_iter().chain(with_lines_behind) {
+        check_store(&store(512, 768, precision), &precision.into(), &[17, 43, 70], &[Place::Vram]);
     }
+    for precision in [Precision::Nvfp4, Precision::uint4(64), Precision::fp8(64)] {
+        check_store(&store(576, 320, precision), &precision.into(), &[17, 43], &[Place::Vram]);
+    }
+    check_store(&store(256, 256, Precision::Q3K), &Precision::Q3K.into(), &[300], &[Place::Vram]);
 }
 
 #[test]

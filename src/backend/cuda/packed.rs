@@ -25,12 +25,12 @@ const TILES: [usize; 4] = [16, 32, 64, 128];
 /// The same where the tokens are those of one expert.
 pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
 
-/// From so many tokens of an expert on, on average, blocks that stay are faster than tiles on Hopper; measured on an
-/// H100 and an H200. `fewest`: what the smallest of their pieces have, at most.
-fn persistent_from(precision: Precision, fewest: usize) -> usize {
+/// From so many tokens of an expert on, on average, blocks that stay are faster on Hopper than tiles of precisions
+/// without kernels of their own; measured on an H100 and an H200.
+fn persistent_from(precision: Precision) -> usize {
     match precision {
-        _ if fewest < 48 => 0, // tiles would be unpacked through shared memory
         Precision::Int8 { .. } => 24,
+        Precision::Int4 { group_size: 64.., .. } => 19, // whose tiles of 16 tokens scale sums
         _ => 16,
     }
 }
@@ -119,18 +119,18 @@ impl<A> MatrixKernels<A> {
             kernels::PERSISTENT_KERNELS.iter().filter(|kernel| kernel.name.starts_with(&prefix)).copied().collect()
         };
         // A row's own ones, and for more tokens than they are made for those of many rows.
-        let mut all = persistent(&own);
-        all.sort_by_key(|kernel| kernel.tile[0]);
-        let most = all.last().map_or(0, |kernel| kernel.tile[0]);
-        let mut more = persistent(&many);
-        more.retain(|kernel| kernel.tile[0] > most);
-        more.sort_by_key(|kernel| kernel.tile[0]);
-        all.extend(more);
+        let own = persistent(&own);
+        let most = own.iter().map(|kernel| kernel.tile[0]).max().unwrap_or(0);
+        let more = persistent(&many).into_iter().filter(|kernel| kernel.tile[0] > most);
+        // Its tiles would be unpacked through shared memory.
+        let persistent_from = if own.is_empty() { persistent_from(precision) } else { 0 };
+        let mut persistent: Vec<_> = own.into_iter().chain(more).collect();
+        persistent.sort_by_key(|kernel| kernel.tile[0]);
         Self {
             few: named(few, &format!("experts_{name}_gemv_{}", row_name(precision))),
             many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), EXPERT_TILES),
-            persistent_from: persistent_from(precision, all.first().map_or(usize::MAX, |kernel| kernel.tile[0])),
-            persistent: all,
+            persistent,
+            persistent_from,
             packing: packing(precision, grid),
         }
     }
@@ -161,11 +161,12 @@ impl ExpertKernels {
     /// Kernels for gate and up and for down, for experts with so many tokens on average, and the tokens of the tiles
     /// that pairs are cut into: 0 where no kernel takes tiles.
     pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> (usize, [Grouped; 2]) {
+        let stay = device.has_wgmma();
         let i = match tokens_of_an_expert {
             ..=5 => 0,
-            more => 1 + suited(more, device.has_wgmma()),
+            ..=18 if stay && tokens_of_an_expert < self.gate.persistent_from => 1,
+            more => 1 + suited(more, stay),
         };
-        let stay = device.has_wgmma();
         let kernels =
             [self.gate.grouped(tokens_of_an_expert, stay, i), self.down.grouped(tokens_of_an_expert, stay, i)];
         let tiled = kernels.iter().any(|kernel| matches!(kernel, Grouped::Tiled(_)));
@@ -227,6 +228,9 @@ mod tests {
                 ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"), |_| Address::NULL);
             assert_eq!(found.gate.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
             assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
+            // Rows have kernels of their own for few tokens; the digits of TQ1_0 are not read by lines.
+            let of_few = span(precision) == ANY_ROW && precision != Precision::Tq1_0;
+            assert_eq!(found.gate.persistent.first().is_some_and(|kernel| kernel.tile[0] == 16), of_few, "{precision}");
         }
         let (four_bits, eight_bits) = (&[48, 96, 176][..], &[96, 176][..]);
         let (k_types, none) = (&[16, 32, 48, 96, 176][..], &[][..]);

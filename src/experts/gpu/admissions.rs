@@ -23,7 +23,7 @@ use crate::experts::pool::Admission;
 
 /// Blocks that copy. What they have asked for, 32 KB each, stands in front of what `fetch` asks for: with 16 blocks a
 /// step took three times as long as with 2, and copies by another thread's copy engine cost more as well (H200).
-const ADMIT_BLOCKS: usize = 2;
+pub(super) const ADMIT_BLOCKS: usize = 2;
 
 /// Layers at the end of a step, at most a quarter of all, in which no copy begins: it would still run when the step
 /// ends, which waits for it. An expert of 2.4 MB takes as long as two layers beside a busy CPU (H200, 16 cores).
