@@ -106,8 +106,7 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
     }
     static constexpr int OWN_GRID = grid_bytes(), WARP_SCALES = unpacked_scales();
     // Shared memory: the stages, each with rows, which wgmma wants aligned to 1024 bytes, and lines and scales; of
-    // ANY_ROW, what is unpacked; then the barriers, the pieces, the warps' places, the grid,
-    // and the warps' scales.
+    // ANY_ROW, what is unpacked; then the barriers, the pieces, the warps' places, the grid, and the warps' scales.
     static constexpr int LINES_AT = TOKENS * K * 2, SCALES_AT = LINES_AT + (ROWS ? 0 : BAND_TILES * TILE_BYTES),
                          STAGE_BYTES = div_ceil(SCALES_AT + BAND_TILES * SCALE_BYTES, 1024) * 1024;
     // One that is written, one that is read, and one that warps which are behind may still read.

@@ -164,7 +164,7 @@ impl ExpertKernels {
         let stay = device.has_wgmma();
         let i = match tokens_of_an_expert {
             ..=5 => 0,
-            ..=18 if stay && tokens_of_an_expert < self.gate.persistent_from => 1,
+            ..=18 if stay && tokens_of_an_expert < self.gate.persistent_from.max(self.down.persistent_from) => 1,
             more => 1 + suited(more, stay),
         };
         let kernels =
