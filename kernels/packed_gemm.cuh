@@ -149,8 +149,8 @@ __device__ __forceinline__ void store_units(
 
 // Columns past `columns` have no tokens.
 template <class S>
-__device__ __forceinline__ void multiply(
-    Sums<S>& acc, const typename S::Stage& stage, const LanePlaces<S>& places, int columns, bool f16) {
+__device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& stage, const LanePlaces<S>& places,
+    const StageScales<S>& scales, int columns) {
     const int tile = threadIdx.x / WARP / S::WARPS_N * S::WARP_TILES;
 #pragma unroll
     for (int b = 0; b < S::K / K_BLOCK; b++) {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void multiply(
             } else {
                 places.template weights<true>(stage, 0, i, b, a[i]);
                 if constexpr (S::F != BF16)
-                    scale_operand(a[i], places.two_scales(stage, i, b * K_BLOCK / S::SPAN), f16);
+                    scale_operand(a[i], two_scales<S>(stage, scales.place, i, b * K_BLOCK / S::SPAN), scales.f16);
             }
         }
 #pragma unroll
@@ -234,8 +234,7 @@ template <class S, bool K_TYPE = is_k_type(S::F)> struct WgmmaWeights {
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (S::F != BF16 && step * 16 % S::SPAN == 0)
-                read[i] = *reinterpret_cast<const uint32_t*>(
-                    stage.scales + ((tile + i) * S::SPANS + step * 16 / S::SPAN) * 32 + threadIdx.x % WARP / 4 * 4);
+                read[i] = two_scales<S>(stage, place_of_scales<S>(0), tile + i, step * 16 / S::SPAN);
     }
 
     // Of the step that was loaded, scaled.
@@ -480,16 +479,17 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
 #endif
         if constexpr (S::SCALE_SUMS) {
         const LanePlaces<S> places(warp * S::WARP_TILES, 0);
-        StageScales<S> scales(OfScales{nullptr, f16});
+        StageScales<S> scales(warp * S::WARP_TILES, f16);
         each_stage([&](const typename S::Stage& stage) { multiply_scaling_sums<S>(acc, stage, 0, places, scales); });
     } else {
         const LanePlaces<S> places(warp_m * S::WARP_TILES, warp_n * S::WARP_TOKENS);
+        const StageScales<S> scales(warp_m * S::WARP_TILES, f16);
         const int columns = min(div_ceil(max(tokens - warp_n * S::WARP_TOKENS, 0), 8), S::COLUMNS); // that have tokens
         each_stage([&](const typename S::Stage& stage) {
             if (S::TOKENS <= 16 || columns == S::COLUMNS)
-                multiply<S>(acc, stage, places, S::COLUMNS, f16);
+                multiply<S>(acc, stage, places, scales, S::COLUMNS);
             else
-                multiply<S>(acc, stage, places, columns, f16);
+                multiply<S>(acc, stage, places, scales, columns);
         });
     }
     finish(acc, warp_m * S::WARP_TILES, warp_n * S::WARP_TOKENS + 2 * t, 2 * g);

@@ -13,8 +13,8 @@ template <Format F> constexpr int code_bias() {
 template <Format F, int SPAN, bool ROW = is_row_value<F>> struct TileStage {
     static constexpr int SPANS = 64 / SPAN, LINES = 2 * lines_of_block<F>(), HEAD = 0, RECORD = 32,
                          RECORD_BYTES = SPANS * RECORD;
-    static constexpr bool BY_GROUP = true,
-                          HALVES = true; // the launch says what a record is for; 32 inputs may be the last
+    // The launch says how many inputs a record is for; 32 inputs may be the last.
+    static constexpr bool BY_GROUP = true, HALVES = true;
 };
 template <Format F, int SPAN> struct TileStage<F, SPAN, true> {
     using R = RowOf<F>;
@@ -44,20 +44,24 @@ template <class S> __device__ __forceinline__ int swizzle_row(int row, int chunk
 // x, its bits `right` places further down, round the end.
 __device__ __forceinline__ uint32_t rotated(uint32_t x, int right) { return __funnelshift_r(x, x, right); }
 
+// What codes have too much, less, as an operand of products with the inputs.
+template <class S> __device__ __forceinline__ void minus_bias(uint32_t (&operand)[4]) {
+#pragma unroll
+    for (uint32_t& bias : operand) bias = (0xc300u + S::CODE_BIAS - 128) * 0x10001u, keep(bias);
+}
+
 // What lanes have of any stage's inputs for mma. Lane (g, t) has row g of 8 tokens, and inputs 8t .. 8t + 7 of a block
 // of 32: two products. Places are kept, because compilers make them anew for each stage otherwise.
 template <class S> struct InputPlaces {
     static constexpr int UNIT = K_BLOCK, PRODUCTS = UNIT / 16;
     int inputs[2];
-    uint32_t minus[4]; // code_bias, as an operand
+    uint32_t minus[4]; // minus_bias
 
     __device__ __forceinline__ explicit InputPlaces(int token) {
         const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int b = 0; b < 2; b++) inputs[b] = (token + g) * S::K * 2 + swizzle_row<S>(g, 4 * b + t), keep(inputs[b]);
-        if constexpr (S::CODE_BIAS != 0)
-#pragma unroll
-            for (uint32_t& bias : minus) bias = (0xc300u + S::CODE_BIAS - 128) * 0x10001u, keep(bias);
+        if constexpr (S::CODE_BIAS != 0) minus_bias<S>(minus);
     }
     // Of block `b` and the 8 tokens from `token` on.
     __device__ __forceinline__ void load(
@@ -70,7 +74,7 @@ template <class S> struct InputPlaces {
 // What lanes have of any stage: rows 2g and 2g + 1 of a tile, and the same inputs. Those of INT4, INT8, MXFP4 and BF16.
 template <class S> struct LanePlaces : InputPlaces<S> {
     static constexpr int LINES = Lines<S::F>::PER_LANE;
-    int lines[LINES], scales;
+    int lines[LINES];
 
     // Tiles and tokens are counted from these.
     __device__ __forceinline__ LanePlaces(int tile, int token) : InputPlaces<S>(token) {
@@ -78,7 +82,6 @@ template <class S> struct LanePlaces : InputPlaces<S> {
 #pragma unroll
         for (int i = 0; i < LINES; i++)
             lines[i] = tile * S::TILE_BYTES + swizzle_line<S>((t * LINES + i) * LINE_BYTES + g * 8), keep(lines[i]);
-        scales = tile * S::SPANS * 32 + g * 4, keep(scales);
     }
 
     // Of block `b` what it has of tile `i`, not scaled; with code_bias more unless EXACT.
@@ -92,8 +95,13 @@ template <class S> struct LanePlaces : InputPlaces<S> {
                 stage.lines + i * S::TILE_BYTES + b * S::BLOCK_LINES * LINE_BYTES + lines[l]);
         tile_operand<S::F, EXACT>(raw, a);
     }
-    // Scales of rows 2g and 2g + 1 of tile `i`.
-    __device__ __forceinline__ uint32_t two_scales(const typename S::Stage& stage, int i, int span) const {
-        return *reinterpret_cast<const uint32_t*>(stage.scales + (i * S::SPANS + span) * 32 + scales);
-    }
 };
+
+// Scales of rows 2g and 2g + 1 of tile `i` from the one on at which lane (g, t) has `place`.
+template <class S> __device__ __forceinline__ int place_of_scales(int tile) {
+    return tile * S::SPANS * 32 + threadIdx.x % WARP / 4 * 4;
+}
+template <class S>
+__device__ __forceinline__ uint32_t two_scales(const typename S::Stage& stage, int place, int i, int span) {
+    return *reinterpret_cast<const uint32_t*>(stage.scales + (i * S::SPANS + span) * 32 + place);
+}

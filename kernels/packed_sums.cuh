@@ -22,13 +22,13 @@ template <class S> struct StageScales {
     int place;
     bool f16;
 
-    __device__ __forceinline__ explicit StageScales(const OfScales& of) : f16(of.f16) {
-        place = threadIdx.x / WARP * S::WARP_TILES * S::SPANS * 32 + threadIdx.x % WARP / 4 * 4, keep(place);
+    // Tiles are counted from this one.
+    __device__ __forceinline__ StageScales(int tile, bool f16) : place(place_of_scales<S>(tile)), f16(f16) {
+        keep(place);
     }
     __device__ __forceinline__ void unpack(const typename S::Stage&, int) {}
     __device__ __forceinline__ SumScales of(const typename S::Stage& stage, int i, int span) const {
-        const unsigned char* from = stage.scales + (i * S::SPANS + span) * 32 + place;
-        return {scales_f32(*reinterpret_cast<const uint32_t*>(from), f16), {}};
+        return {scales_f32(two_scales<S>(stage, place, i, span), f16), {}};
     }
 };
 
@@ -196,7 +196,8 @@ template <class S> struct IntegerPlaces : InputPlaces<S> {
     __device__ __forceinline__ explicit IntegerPlaces(int tile) : InputPlaces<S>(0) {
         const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, first = tile * S::TILE_BYTES;
 #pragma unroll
-        for (int i = 0; i < 4; i++) lines[i] = first + t * LINE_BYTES + (g * 8 ^ (t + i & 2) * 16), keep(lines[i]);
+        for (int i = 0; i < 4; i++)
+            lines[i] = first + (int)swizzle_line<S>((i + t) * LINE_BYTES + g * 8) - i * LINE_BYTES, keep(lines[i]);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             upper[i] = first + (int)swizzle_line<S>(2 * i * LINE_BYTES + g * 8) - 2 * i * LINE_BYTES, keep(upper[i]);
@@ -243,8 +244,7 @@ template <class S> struct SixBitPlaces {
         lines = first + t / 2 * LINE_BYTES + g * 8, upper = first + 2 * LINE_BYTES + g * 8;
         turns[0] = t % 2 * 4, turns[1] = 2 * t - 4;
         keep(lines), keep(upper), keep(turns[0]), keep(turns[1]);
-#pragma unroll
-        for (uint32_t& bias : minus) bias = (0xc300u + S::CODE_BIAS - 128) * 0x10001u, keep(bias);
+        minus_bias<S>(minus);
     }
     __device__ __forceinline__ void load(
         const typename S::Stage& stage, int token, int n, uint32_t (&of)[PRODUCTS][2]) const {
@@ -313,7 +313,7 @@ template <class S> __device__ __forceinline__ auto scales_of(const OfScales& of)
     else if constexpr (is_row_value<S::F>)
         return UnpackedScales<S>(of);
     else
-        return StageScales<S>(of);
+        return StageScales<S>(threadIdx.x / WARP * S::WARP_TILES, of.f16);
 }
 template <class S> __device__ __forceinline__ auto places_of(int tile, const uint32_t* grid) {
     if constexpr (S::F == Q6_K) {

@@ -113,13 +113,13 @@ fn packing(precision: Precision, grid: &impl Fn(Grid) -> Address<u32>) -> kernel
 impl<A> MatrixKernels<A> {
     /// Those of a precision: `experts_{name}_gemv_..` of `few` and `experts_{name}_..`.
     fn of(name: &str, few: &[Kernel<A>], precision: Precision, grid: &impl Fn(Grid) -> Address<u32>) -> Self {
-        let (many, own) = (span(precision), row_name(precision));
+        let (many, row) = (span(precision), row_name(precision));
         let persistent = |name_of: &str| -> Vec<_> {
             let prefix = format!("experts_{name}_persistent_{name_of}_t");
             kernels::PERSISTENT_KERNELS.iter().filter(|kernel| kernel.name.starts_with(&prefix)).copied().collect()
         };
         // A row's own ones, and for more tokens than they are made for those of many rows.
-        let own = persistent(&own);
+        let own = persistent(&row);
         let most = own.iter().map(|kernel| kernel.tile[0]).max().unwrap_or(0);
         let more = persistent(&many).into_iter().filter(|kernel| kernel.tile[0] > most);
         // Its tiles would be unpacked through shared memory.
@@ -127,7 +127,7 @@ impl<A> MatrixKernels<A> {
         let mut persistent: Vec<_> = own.into_iter().chain(more).collect();
         persistent.sort_by_key(|kernel| kernel.tile[0]);
         Self {
-            few: named(few, &format!("experts_{name}_gemv_{}", row_name(precision))),
+            few: named(few, &format!("experts_{name}_gemv_{row}")),
             many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), EXPERT_TILES),
             persistent,
             persistent_from,
