@@ -1,5 +1,5 @@
-// Routed experts over many tokens on Hopper, by blocks that stay (experts_persistent.cuh): formats whose weights the
-// tensor cores take from registers, and what is for any row.
+// Routed experts of more than a few tokens on Hopper, by blocks that stay (experts_persistent.cuh): INT4, INT8 and
+// MXFP4, whose tiles are faster for fewer tokens, and llama.cpp's K types from four bits on.
 #include "experts_persistent.cuh"
 
 PERSISTENT(int4_g64, INT4, 64, 48, 4, 9, 216620)
@@ -11,8 +11,10 @@ PERSISTENT(int4_g32, INT4, 32, 176, 2, 7, 226668)
 PERSISTENT(mxfp4_g32, MXFP4, 32, 48, 4, 9, 225836)
 PERSISTENT(mxfp4_g32, MXFP4, 32, 96, 2, 10, 219548)
 PERSISTENT(mxfp4_g32, MXFP4, 32, 176, 2, 7, 226668)
+PERSISTENT(int8_g64, INT8, 64, 48, 4, 5, 204268)
 PERSISTENT(int8_g64, INT8, 64, 96, 2, 7, 212332)
 PERSISTENT(int8_g64, INT8, 64, 176, 2, 5, 204108)
+PERSISTENT(int8_g32, INT8, 32, 48, 4, 5, 209388)
 PERSISTENT(int8_g32, INT8, 32, 96, 2, 7, 212332)
 PERSISTENT(int8_g32, INT8, 32, 176, 2, 5, 204108)
 PERSISTENT(q4_k, Q4_K, 32, 16, 4, 9, 215600)
@@ -24,11 +26,9 @@ PERSISTENT(q5_k, Q5_K, 32, 16, 4, 8, 225824)
 PERSISTENT(q5_k, Q5_K, 32, 32, 4, 7, 213520)
 PERSISTENT(q5_k, Q5_K, 32, 48, 4, 7, 227856)
 PERSISTENT(q5_k, Q5_K, 32, 96, 2, 9, 229776)
-PERSISTENT(q5_k, Q5_K, 32, 144, 2, 7, 223600)
+PERSISTENT(q5_k, Q5_K, 32, 176, 2, 6, 217440)
 PERSISTENT(q6_k, Q6_K, 16, 16, 4, 7, 220688)
 PERSISTENT(q6_k, Q6_K, 16, 32, 4, 6, 203264)
 PERSISTENT(q6_k, Q6_K, 16, 48, 4, 6, 223744)
 PERSISTENT(q6_k, Q6_K, 16, 96, 2, 8, 225664)
 PERSISTENT(q6_k, Q6_K, 16, 176, 2, 5, 196944)
-PERSISTENT(any_row, ANY_ROW, 64, 80, 3, 6, 221612)
-PERSISTENT(any_row, ANY_ROW, 64, 144, 2, 6, 221532)

@@ -8,29 +8,28 @@
 //
 // The warps that multiply unpack the weights, too:
 //
-//   up to 32 tokens    codes become operands of mma as they are, scales are applied to sums (packed_sums.cuh)
-//   more               into registers, from which wgmma takes them
-//   ANY_ROW            into shared memory, because a unit's weights are not where an operand of wgmma has them
+//   up to SUM_TOKENS    codes become operands of mma as they are, scales are applied to sums (packed_sums.cuh)
+//   more                scaled, into registers, from which wgmma takes them (packed_dealt.cuh): of these `from` is in
+//   the
+//                       order of dealt_place
 //
 // Unpacking takes longer than the products of few tokens, for which registers suffice for more consumers, so that more
 // is unpacked at once.
 //
 //   experts_{gate_up|down}_persistent_{int4_g64|int4_g32|mxfp4_g32}_t{48|96|176}     grid (blocks)
 //   experts_{gate_up|down}_persistent_{int8_g64|int8_g32}_t{96|176}
-//   experts_{gate_up|down}_persistent_{q4_k|q6_k}_t{16|32|48|96|176}
-//   experts_{gate_up|down}_persistent_q5_k_t{16|32|48|96|144}
-//   experts_{gate_up|down}_persistent_any_row_t{80|144}
-//   experts_{gate_up|down}_persistent_{other rows but tq1_0}_t{16|32}, of groups of 16 t16 alone
+//   experts_{gate_up|down}_persistent_{rows but tq1_0}_t{16|32|48|96|176}, fewer of some
 //
 // Blocks: the device's multiprocessors, less those of kernels beside them: a block that waits for one has its pieces
 // after all others. Arguments are those of experts_gemm.cu, with experts_sort's offsets for its tiles; num_experts <=
-// MAX_EXPERTS. TOKENS are those of a piece, at most; the largest are as many as registers suffice for.
+// MAX_EXPERTS, and `deal`: h is written in that order, too. TOKENS are those of a piece, at most; the largest are as
+// many as registers suffice for.
 #pragma once
 #include "epilogue.cuh"
 #include "experts.cuh"
-#include "packed_gemm.cuh"
+#include "packed_dealt.cuh"
 
-constexpr int WARPGROUP = 128;
+constexpr int WARPGROUP = 128, SUM_TOKENS = 32;
 
 #ifdef HAS_WGMMA
 // A band of an expert's tiles, and the positions of pair_slot that meet it.
@@ -68,13 +67,15 @@ struct PiecePlace {
 
 template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct PersistentShape {
     static constexpr Format F = F_;
-    static constexpr int CONSUMERS = CONSUMERS_, THREADS = (CONSUMERS + 1) * WARPGROUP,
-                         BAND_TILES = CONSUMERS * BLOCK_TILES;
-    static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = STAGES_, K = 64, WARP_TILES = 2, COLUMNS = TOKENS / 8;
-    static constexpr bool SCALE_SUMS = TOKENS <= 32, WGMMA = !SCALE_SUMS, ROWS = F == ANY_ROW, K_TYPE = is_k_type(F);
+    static constexpr int CONSUMERS = CONSUMERS_, THREADS = (CONSUMERS + 1) * WARPGROUP, WARP_TILES = 2,
+                         BAND_TILES = CONSUMERS * 4 * WARP_TILES;
+    static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = STAGES_, K = 64;
+    static constexpr bool SCALE_SUMS = TOKENS <= SUM_TOKENS, WGMMA = !SCALE_SUMS, DEALT = WGMMA, K_TYPE = is_k_type(F),
+                          F16_SCALES = !is_row(F) && Lines<F>::F16_SCALES, // if the launch says so
+        ONE_LOOP = TOKENS > 96;                                            // two want too many registers
     // Columns that suffice for some pieces, and steps to more that do.
     static constexpr int FEWEST = SCALE_SUMS ? 8
-        : TOKENS > 96 && F != ANY_ROW        ? 96
+        : TOKENS > 96                        ? 96
                                              : 48,
                          COLUMNS_STEP = SCALE_SUMS ? 8
         : TOKENS % 48 == 0                         ? 48
@@ -89,8 +90,8 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
                          COPYING_REGISTERS = REGISTERS * (CONSUMERS + 1) - CONSUMER_REGISTERS * CONSUMERS;
     using Tile = TileStage<F, SPAN>;
     static constexpr int BLOCK_LINES = lines_of_block<F>(), CODE_BIAS = code_bias<F>(),
-                         TILE_BYTES = ROWS ? TILE_ROWS * K * 2 : Tile::LINES * LINE_BYTES,
-                         SPANS = ROWS ? 0 : Tile::SPANS, SCALE_BYTES = ROWS ? 0 : Tile::HEAD + Tile::RECORD_BYTES;
+                         TILE_BYTES = Tile::LINES * LINE_BYTES, SPANS = Tile::SPANS,
+                         SCALE_BYTES = Tile::HEAD + Tile::RECORD_BYTES;
     // What a warp has for the scales of a row that it unpacks, and the bytes of a row's grid.
     static constexpr int unpacked_scales() {
         if constexpr (is_row_value<F>)
@@ -102,17 +103,15 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
         if constexpr (is_row_value<F>)
             return RowOf<F>::GRID_WORDS * 4;
         else
-            return ROWS ? GRID_BYTES : 0;
+            return 0;
     }
     static constexpr int OWN_GRID = grid_bytes(), WARP_SCALES = unpacked_scales();
-    // Shared memory: the stages, each with rows, which wgmma wants aligned to 1024 bytes, and lines and scales; of
-    // ANY_ROW, what is unpacked; then the barriers, the pieces, the warps' places, the grid, and the warps' scales.
-    static constexpr int LINES_AT = TOKENS * K * 2, SCALES_AT = LINES_AT + (ROWS ? 0 : BAND_TILES * TILE_BYTES),
+    // Shared memory: the stages, each with rows, which wgmma wants aligned to 1024 bytes, and lines and scales; then
+    // the barriers, the pieces, the warps' places, the grid, and the warps' scales.
+    static constexpr int LINES_AT = TOKENS * K * 2, SCALES_AT = LINES_AT + BAND_TILES * TILE_BYTES,
                          STAGE_BYTES = div_ceil(SCALES_AT + BAND_TILES * SCALE_BYTES, 1024) * 1024;
-    // One that is written, one that is read, and one that warps which are behind may still read.
-    static constexpr int UNPACKED = 3, UNPACKED_AT = STAGES * STAGE_BYTES, GROUP_BYTES = BLOCK_TILES * TILE_BYTES;
-    static constexpr int BARRIERS_AT = UNPACKED_AT + (ROWS ? UNPACKED * CONSUMERS * GROUP_BYTES : 0),
-                         PIECES_AT = BARRIERS_AT + STAGES * 16, PLACES_AT = PIECES_AT + (int)sizeof(Pieces),
+    static constexpr int BARRIERS_AT = STAGES * STAGE_BYTES, PIECES_AT = BARRIERS_AT + STAGES * 16,
+                         PLACES_AT = PIECES_AT + (int)sizeof(Pieces),
                          GRID_AT = PLACES_AT + THREADS / WARP * (int)sizeof(PiecePlace),
                          WARP_SCALES_AT = div_ceil(GRID_AT + OWN_GRID, 16) * 16,
                          SHARED_BYTES = WARP_SCALES ? WARP_SCALES_AT + CONSUMERS * 4 * WARP_SCALES : GRID_AT + OWN_GRID;
@@ -221,12 +220,11 @@ template <class S> struct TokenCopies {
 // What a copying thread brings of the weights as they lie: every so many chunks. Past the last tile it is copied again.
 template <class S> struct LineCopies {
     using Tile = typename S::Tile;
-    static constexpr int CHUNKS = S::TILE_BYTES / 16, COPIES = S::BAND_TILES * CHUNKS / WARPGROUP,
+    static constexpr int CHUNKS = S::TILE_BYTES / 16, ALL = S::BAND_TILES * CHUNKS, COPIES = div_ceil(ALL, WARPGROUP),
                          HEAD_CHUNKS = Tile::HEAD / 16, RECORD_CHUNKS = Tile::RECORD_BYTES / 16,
                          SCALE_CHUNKS = HEAD_CHUNKS + RECORD_CHUNKS, SCALES = S::BAND_TILES * SCALE_CHUNKS,
                          SCALE_COPIES = div_ceil(SCALES, WARPGROUP);
     static constexpr bool HALVES = Tile::HALVES;
-    static_assert(S::BAND_TILES * CHUNKS % WARPGROUP == 0, "chunks are dealt out evenly");
     uint32_t from[COPIES];
     const uint8_t *lines, *scales[SCALE_COPIES];
     int group_shift;
@@ -282,7 +280,8 @@ template <class S> struct LineCopies {
         const int2 lines_from = lines_at(k0);
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
-            const int chunk = (tid + i * WARPGROUP) % CHUNKS;
+            const int at = tid + i * WARPGROUP, chunk = at % CHUNKS;
+            if (at >= ALL) break;
             const bool of_super_block = Tile::LINES > 2 * S::BLOCK_LINES && chunk >= 2 * S::BLOCK_LINES * 4;
             copy_async_16(stage.lines + swizzle_line<S>(tid * 16) + i * WARPGROUP * 16,
                 lines + lines_from.x + (of_super_block ? lines_from.y : 0) + from[i],
@@ -298,11 +297,6 @@ template <class S> struct LineCopies {
     }
 };
 
-// Weights of ANY_ROW do not come by copies.
-struct NoCopies {
-    template <class Stage> __device__ __forceinline__ void copy(const Stage&, int, bool) {}
-};
-
 // The copying warpgroup's part.
 template <class S, class InputRow>
 __device__ __forceinline__ void copy_pieces(
@@ -311,12 +305,7 @@ __device__ __forceinline__ void copy_pieces(
     while (at.take<S::TOKENS>(pieces)) {
         const Piece piece = at.piece;
         TokenCopies<S> tokens(a, piece);
-        auto weights = [&] {
-            if constexpr (S::ROWS)
-                return NoCopies{};
-            else
-                return LineCopies<S>(a, piece);
-        }();
+        LineCopies<S> weights(a, piece);
         auto copy_stage = [&](int k0, bool whole) {
             ring.wait_empty();
             const typename S::Stage to = ring.stage();
@@ -357,75 +346,30 @@ __device__ __forceinline__ void multiply_stages_scaling_sums(
         ring.advance();
     }
 }
-template <class S, int C>
+template <bool TWO, class S, int C>
 __device__ __forceinline__ void multiply_stages(WarpSums<C>& acc, Ring<S>& ring, int steps, const OfScales& of) {
-    WgmmaWeights<S> weights(of);
+    DealtWeights<S, TWO> weights(of, reinterpret_cast<const uint32_t*>(ring.shared + S::GRID_AT));
     typename S::Stage stage;
-    auto begin_stage = [&] {
+    auto begin_stage = [&](int s) {
         ring.wait_full();
         stage = ring.stage();
-        weights.load(stage, 0);
+        weights.load(stage, s, 0);
     };
     int before = -1; // the stage that the products under way read
     auto before_is_read = [&] {
         if (before >= 0) ring.read(before);
     };
-    begin_stage();
+    begin_stage(0);
 #pragma unroll 1
     for (int s = 0; s < steps; s++) {
-        multiply_wgmma<S, 8 * C>(acc, weights, stage, before_is_read, [&] {
+        multiply_dealt<8 * C>(acc, weights, stage, s, before_is_read, [&] {
             before = ring.slot;
             ring.advance();
-            if (s + 1 < steps) begin_stage();
+            if (s + 1 < steps) begin_stage(s + 1);
         });
     }
     wgmma_wait<0>();
     before_is_read();
-    wgmma_landed(acc[0]);
-    wgmma_landed(acc[1]);
-}
-
-// The same for weights of format F, which is one of ANY_ROW. Each warp unpacks its two tiles. `unpacked` says where,
-// and goes on from piece to piece.
-template <class S, Format F, class InputRow>
-__device__ __forceinline__ void unpack_and_multiply_stages(
-    WarpSums<S::COLUMNS>& acc, Ring<S>& ring, int& unpacked, const Piece& piece, const Operands<InputRow>& a) {
-    const int group = threadIdx.x / WARPGROUP, tile = threadIdx.x / WARP % 4 * 2, steps = div_ceil(a.k, S::K),
-              group_shift = 31 - __clz(a.packing.group), tokens = piece.tokens;
-    const uint32_t* grid = reinterpret_cast<const uint32_t*>(ring.shared + S::GRID_AT);
-    const TileBytes bytes = tile_bytes_of<F>(a.k, a.packing);
-    const uint8_t* from[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) // past the last tile it stands in
-        from[i] = a.matrix(piece) + (size_t)min(own_tile<S>(piece) + i, a.tiles - 1) * bytes.all;
-    RowUnit units[2];
-    auto load = [&](int i, int s) {
-        load_row_unit<F, 1>(units[i], row_place<F, 1>(from[i], s, a.k, group_shift, bytes.scales));
-    };
-    load(0, 0), load(1, 0);
-    int before = -1;
-#pragma unroll 1
-    for (int s = 0; s < steps; s++) {
-        unsigned char* weights = ring.shared + S::UNPACKED_AT + (unpacked * S::CONSUMERS + group) * S::GROUP_BYTES;
-        unpacked = unpacked + 1 == S::UNPACKED ? 0 : unpacked + 1;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            uint4 scaled[4];
-            unpack_unit<F>(scaled, units[i], grid, a.packing.f16);
-            load(i, s + 1);
-            store_weights<S>(weights, tile + i, scaled);
-        }
-        ring.wait_full();
-        barrier_sync(1 + group, WARPGROUP);
-        with_columns<S, S::FEWEST>(tokens,
-            [&](auto columns) { multiply_rows_wgmma<S, decltype(columns)::value>(acc, weights, ring.stage().rows); });
-        wgmma_wait<1>();
-        if (before >= 0) ring.read(before);
-        before = ring.slot;
-        ring.advance();
-    }
-    wgmma_wait<0>();
-    ring.read(before);
     wgmma_landed(acc[0]);
     wgmma_landed(acc[1]);
 }
@@ -442,28 +386,21 @@ __device__ __forceinline__ void multiply_pieces(
 #pragma unroll
                 for (float& sum : column) sum = 0.0f;
     };
-    [[maybe_unused]] int unpacked = 0;
     [[maybe_unused]] const OfScales of{ring.shared + S::WARP_SCALES_AT + threadIdx.x / WARP * S::WARP_SCALES,
-        (is_row_value<S::F> || Lines<S::F>::F16_SCALES) && a.packing.f16};
-    while (at.take<S::TOKENS>(pieces)) {
-        if constexpr (S::ROWS) {
-            WarpSums<S::COLUMNS> acc;
+        (is_row(S::F) || S::F16_SCALES) && a.packing.f16};
+    while (at.take<S::TOKENS>(pieces))
+        with_columns<S, S::FEWEST>(at.piece.tokens, [&](auto columns) {
+            WarpSums<decltype(columns)::value / 8> acc;
             clear(acc);
-            with_row(a.packing.format,
-                [&](auto f) { unpack_and_multiply_stages<S, decltype(f)::value>(acc, ring, unpacked, at.piece, a); });
-            with_columns<S, S::FEWEST>(at.piece.tokens, [&](auto columns) { store(Piece(at.piece), acc, columns); });
-        } else {
-            with_columns<S, S::FEWEST>(at.piece.tokens, [&](auto columns) {
-                WarpSums<decltype(columns)::value / 8> acc;
-                clear(acc);
-                if constexpr (S::SCALE_SUMS)
-                    multiply_stages_scaling_sums<S>(acc, ring, div_ceil(a.k, S::K), of);
-                else
-                    multiply_stages<S>(acc, ring, div_ceil(a.k, S::K), of);
-                store(Piece(at.piece), acc, columns);
-            });
-        }
-    }
+            const int steps = div_ceil(a.k, S::K);
+            if constexpr (S::SCALE_SUMS)
+                multiply_stages_scaling_sums<S>(acc, ring, steps, of);
+            else if (S::F16_SCALES && (S::ONE_LOOP || of.f16))
+                multiply_stages<S::F16_SCALES>(acc, ring, steps, of);
+            else
+                multiply_stages<false>(acc, ring, steps, of);
+            store(Piece(at.piece), acc, columns);
+        });
 }
 
 // The roles of a block's warpgroups.
@@ -480,9 +417,7 @@ __device__ __forceinline__ void persistent(
     for (int e = threadIdx.x; e <= num_experts; e += S::THREADS) pieces.offsets[e] = offsets[e];
     if (threadIdx.x % WARP == 0) at.next = blockIdx.x;
     if (threadIdx.x == 0) pieces.experts = num_experts, pieces.bands = div_ceil(a.tiles, S::BAND_TILES);
-    if (S::OWN_GRID)
-        copy_grid(reinterpret_cast<uint32_t*>(shared + S::GRID_AT), a.packing.grid,
-            S::ROWS ? grid_words(a.packing.format) : S::OWN_GRID / 4);
+    if (S::OWN_GRID) copy_grid(reinterpret_cast<uint32_t*>(shared + S::GRID_AT), a.packing.grid, S::OWN_GRID / 4);
     __syncthreads();
     if (threadIdx.x < WARP) {
         int before = 0;
@@ -515,7 +450,7 @@ __device__ __forceinline__ float2 two_biases(const float* all, int e, int row, i
 // h of a piece's tokens, whose first row it is.
 template <class S, int COLUMNS, int C>
 __device__ __forceinline__ void store_gate_up(
-    const Piece& piece, const WarpSums<C>& sums, const Epilogue& epilogue, bf16* h, int intermediate) {
+    const Piece& piece, const WarpSums<C>& sums, const Epilogue& epilogue, bf16* h, int intermediate, bool deal) {
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
     // KINDS of tiles take turns: gate and up, or all are of up. of(row) is the activation of a row and the next one.
     // Its form is asked here and not for each sum: registers cannot be counted through, so all of it is there COLUMNS
@@ -527,7 +462,7 @@ __device__ __forceinline__ void store_gate_up(
             const int row = (own_tile<S>(piece) + i) / KINDS * TILE_ROWS + 2 * g;
             if (row >= intermediate) continue;
             const auto activation = of(row);
-            bf16* to = h + (size_t)(2 * t) * intermediate + row;
+            bf16* to = h + (size_t)(2 * t) * intermediate + (deal ? dealt_place(row) : row);
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++) {
                 const float (&gate)[4] = sums[i][j], (&up)[4] = sums[i + KINDS - 1][j];
@@ -589,7 +524,7 @@ __device__ __forceinline__ void store_down(
 
 template <class S>
 __device__ __forceinline__ void gate_up(const int* offsets, const int* pair_slot, const uint64_t* experts,
-    const bf16* x, bf16* h, int hidden, int intermediate, int top_k, int num_experts, const Packing& packing,
+    const bf16* x, bf16* h, int hidden, int intermediate, int top_k, int num_experts, bool deal, const Packing& packing,
     const Epilogue& epilogue) {
     const int kinds = epilogue.activation.form == RELU_SQUARED ? 1 : 2;
     auto input_row = [&](int i) { return pair_slot[i] / top_k; };
@@ -597,7 +532,7 @@ __device__ __forceinline__ void gate_up(const int* offsets, const int* pair_slot
         experts, 0, kinds * div_ceil(intermediate, TILE_ROWS), hidden, packing, x, input_row};
     persistent<S>(offsets, num_experts, operands, [&](const Piece& piece, const auto& sums, auto columns) {
         store_gate_up<S, decltype(columns)::value / 8>(
-            piece, sums, epilogue, h + (size_t)piece.first * intermediate, intermediate);
+            piece, sums, epilogue, h + (size_t)piece.first * intermediate, intermediate, deal);
     });
 }
 
@@ -616,15 +551,15 @@ __device__ __forceinline__ void down(const int* offsets, const int* pair_slot, c
 
 #define PERSISTENT_ARGUMENTS                                                                                           \
     const int *offsets, const int *pair_slot, const uint64_t *experts, const bf16 *from, bf16 *to, int hidden,         \
-        int intermediate, int down_at, int top_k, int num_experts, const __grid_constant__ Packing packing,            \
+        int intermediate, int down_at, int top_k, int num_experts, int deal, const __grid_constant__ Packing packing,  \
         const __grid_constant__ Epilogue epilogue
 #define PERSISTENT(format, F, SPAN, TOKENS, CONSUMERS, STAGES, SHARED)                                                 \
     KERNEL_TILE(experts_gate_up_persistent_##format##_t##TOKENS, TOKENS)                                               \
     KERNEL_BLOCKS(                                                                                                     \
         experts_gate_up_persistent_##format##_t##TOKENS, (CONSUMERS + 1) * WARPGROUP, 1, SHARED, PERSISTENT_ARGUMENTS) \
     WITH_WGMMA(SHARED, (PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>::SHARED_BYTES),                            \
-        (gate_up<PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>>(                                                 \
-            offsets, pair_slot, experts, from, to, hidden, intermediate, top_k, num_experts, packing, epilogue)))      \
+        (gate_up<PersistentShape<F, SPAN, TOKENS, CONSUMERS, STAGES>>(offsets, pair_slot, experts, from, to, hidden,   \
+            intermediate, top_k, num_experts, deal, packing, epilogue)))                                               \
     KERNEL_TILE(experts_down_persistent_##format##_t##TOKENS, TOKENS)                                                  \
     KERNEL_BLOCKS(                                                                                                     \
         experts_down_persistent_##format##_t##TOKENS, (CONSUMERS + 1) * WARPGROUP, 1, SHARED, PERSISTENT_ARGUMENTS)    \

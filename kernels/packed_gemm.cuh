@@ -48,7 +48,7 @@ template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr Format F = F_;
     static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, TOKENS),
                          K = F == BF16 || F == ANY_ROW || TOKENS >= 64 ? 64 : 128;
-    static constexpr bool ROWS = F == ANY_ROW, WGMMA = use_wgmma(TOKENS),
+    static constexpr bool ROWS = F == ANY_ROW, WGMMA = use_wgmma(TOKENS), DEALT = false,
                           SCALE_SUMS = F != BF16 && !ROWS && SPAN == 64 && TOKENS <= 16;
     static constexpr int WARPS_N = TOKENS == 128 && !WGMMA ? 2 : 1, WARPS_M = 4 / WARPS_N;
     static constexpr int WARP_TILES = BLOCK_TILES / WARPS_M, WARP_TOKENS = TOKENS / WARPS_N, COLUMNS = WARP_TOKENS / 8;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& 
                     a[i][1][half] = row.z, a[i][1][half + 2] = row.w;
                 }
             } else {
-                places.template weights<true>(stage, 0, i, b, a[i]);
+                places.template operand<true>(places.raw(stage, 0, i, b), a[i]);
                 if constexpr (S::F != BF16)
                     scale_operand(a[i], two_scales<S>(stage, scales.place, i, b * K_BLOCK / S::SPAN), scales.f16);
             }
@@ -218,7 +218,7 @@ __device__ __forceinline__ void load_lines(uint2 (&raw)[2][2], const typename S:
 }
 
 // What a lane brings of a warp's two tiles: rows 2g and 2g + 1 of each, the left operand of products of 16 inputs.
-template <class S, bool K_TYPE = is_k_type(S::F)> struct WgmmaWeights {
+template <class S> struct WgmmaWeights {
     static_assert(S::K == 64 && S::WARP_TILES == 2, "rows of 128 bytes; 64 rows of weights to a product");
     static constexpr int STEPS = S::K / 16;
     uint2 raw[2][2];
@@ -249,63 +249,6 @@ template <class S, bool K_TYPE = is_k_type(S::F)> struct WgmmaWeights {
                 a[i][c] = packed_pair<S::F>(c % 2 ? from.y : from.x, t);
             }
             if constexpr (S::F != BF16) scales[i].scale(a[i], Lines<S::F>::F16_SCALES); // no branch
-        }
-    }
-};
-
-// The same of K types from four bits on, whose stages have of each tile the super-block's head and the counts of its
-// groups. Weights are those of unpack_unit, bit for bit.
-template <class S> struct WgmmaWeights<S, true> {
-    static constexpr Format F = S::F;
-    using R = RowOf<F>;
-    static constexpr int STEPS = S::K / 16, STEPS_OF_GROUP = S::SPAN / 16, BITS = R::ROW.bits;
-    static_assert(S::SPAN == R::ROW.group && 4 <= BITS && BITS <= 6, "as codes are read here");
-    uint2 raw[2][2], upper[2] = {}; // four bits of each half's codes, and what is above them in both
-    SumScales scales[2];
-    CountedScales<S> counted;
-    int m, places[2]; // of this lane's two inputs of eight
-
-    __device__ __forceinline__ explicit WgmmaWeights(const OfScales& of) : counted(of) {
-        const int t = threadIdx.x % 4;
-        m = t / 2;
-        places[0] = above_128(t % 2 * 2), places[1] = above_128(t % 2 * 2 + 1);
-    }
-
-    __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
-        const int g = threadIdx.x % WARP / 4, tile = threadIdx.x / WARP * 2;
-        if (step == 0) counted.unpack(stage, 0);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const unsigned char* lines = stage.lines + (tile + i) * S::TILE_BYTES + step / 2 * R::LINES * LINE_BYTES;
-            auto line = [&](int n) { return *reinterpret_cast<const uint2*>(lines + n * LINE_BYTES + g * 8); };
-#pragma unroll
-            for (int half = 0; half < 2; half++) raw[i][half] = line(step % 2 * (BITS == 6 ? 3 : 2) + half);
-            if (BITS == 6) upper[i] = line(step % 2 * 3 + 2);
-            if (BITS == 5 && step % 2 == 0) {
-                upper[i] = line(R::LINES - 1);
-                upper[i].x = rotated(upper[i].x, m - 4), upper[i].y = rotated(upper[i].y, m - 4);
-            }
-
-            if (step % STEPS_OF_GROUP == 0) scales[i] = counted.of(stage, i, step / STEPS_OF_GROUP);
-        }
-    }
-
-    __device__ __forceinline__ void operands(int step, uint32_t (&a)[2][4]) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const int half = c / 2;
-                const uint2 from = raw[i][half];
-                uint32_t codes = (c % 2 ? from.y : from.x) >> 4 * m & 0x0f0f0f0fu;
-                const uint32_t above = c % 2 ? upper[i].y : upper[i].x;
-                if (BITS == 6) codes |= (half ? above >> 2 * m : above << (4 - 2 * m)) & 0x30303030u;
-                if (BITS == 5) codes |= rotated(above, step % 2 * 4 + half * 2) & 0x10101010u;
-                const float scale = c % 2 ? scales[i].scale.y : scales[i].scale.x,
-                            offset = c % 2 ? scales[i].offset.y : scales[i].offset.x;
-                auto weight = [&](int j) { return byte_above_128(codes, places[j]) * scale + offset; };
-                a[i][c] = pack_bf16(weight(0), weight(1));
-            }
         }
     }
 };

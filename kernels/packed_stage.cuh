@@ -5,7 +5,7 @@
 
 // What codes have too much where they meet inputs as bf16 numbers; 0, or 128 and more.
 template <Format F> constexpr int code_bias() {
-    if constexpr (is_row_value<F>) return (int)RowOf<F>::NUMBER_BIAS;
+    if constexpr (is_row_value<F>) return has_signs<F> ? 0 : (int)RowOf<F>::NUMBER_BIAS;
     return F == INT4 ? 136 : 0;
 }
 
@@ -31,13 +31,14 @@ template <Format F, int SPAN> struct TileStage<F, SPAN, true> {
 // .. meet in no bank. Lanes that read neighbouring lines meet in none as they lie.
 template <class S> __device__ __forceinline__ uint32_t swizzle_line(uint32_t at) {
     const uint32_t line = at / LINE_BYTES;
-    if (S::WGMMA || !(S::BLOCK_LINES == 4 || S::BLOCK_LINES == 5 || S::BLOCK_LINES == 8 || S::F == BF16)) return at;
+    if ((S::WGMMA && !S::DEALT) || !(S::BLOCK_LINES == 4 || S::BLOCK_LINES == 5 || S::BLOCK_LINES == 8 || S::F == BF16))
+        return at;
     return at ^ (S::BLOCK_LINES < 8 ? (line >> 1 & 1) : S::BLOCK_LINES == 8 ? (line >> 1 & 3) : (line >> 2 & 3)) * 32;
 }
 // Of 8 inputs of a row, and where they lie in it. For wgmma weights of ANY_ROW and tokens have one order of inputs, in
 // which a unit's writes meet in no bank: blocks take turns every other chunk.
 template <class S> __device__ __forceinline__ int swizzle_row(int row, int chunk) {
-    if (S::WGMMA && S::ROWS) chunk = (chunk & 1) | (chunk & 2) << 1 | (chunk & 4) >> 1;
+    if (S::WGMMA && S::F == ANY_ROW) chunk = (chunk & 1) | (chunk & 2) << 1 | (chunk & 4) >> 1;
     return (chunk ^ (S::WGMMA ? row & 7 : S::F == Q6_K ? (row & 3) * 2 : (row & 1) * 4)) * 16;
 }
 
@@ -84,16 +85,20 @@ template <class S> struct LanePlaces : InputPlaces<S> {
             lines[i] = tile * S::TILE_BYTES + swizzle_line<S>((t * LINES + i) * LINE_BYTES + g * 8), keep(lines[i]);
     }
 
-    // Of block `b` what it has of tile `i`, not scaled; with code_bias more unless EXACT.
-    template <bool EXACT>
-    __device__ __forceinline__ void weights(
-        const typename S::Stage& stage, int, int i, int b, uint32_t (&a)[2][4]) const {
-        uint2 raw[LINES];
+    // What it has of block `b` of tile `i`, and that as an operand, not scaled; with code_bias more unless EXACT.
+    struct Raw {
+        uint2 lines[LINES];
+    };
+    __device__ __forceinline__ Raw raw(const typename S::Stage& stage, int, int i, int b) const {
+        Raw raw;
 #pragma unroll
         for (int l = 0; l < LINES; l++)
-            raw[l] = *reinterpret_cast<const uint2*>(
+            raw.lines[l] = *reinterpret_cast<const uint2*>(
                 stage.lines + i * S::TILE_BYTES + b * S::BLOCK_LINES * LINE_BYTES + lines[l]);
-        tile_operand<S::F, EXACT>(raw, a);
+        return raw;
+    }
+    template <bool EXACT> __device__ __forceinline__ void operand(const Raw& raw, uint32_t (&a)[2][4]) const {
+        tile_operand<S::F, EXACT>(raw.lines, a);
     }
 };
 

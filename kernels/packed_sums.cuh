@@ -32,12 +32,17 @@ template <class S> struct StageScales {
     }
 };
 
-// Scales of rows, which the lanes of a warp unpack for one another: lane l has row l % 16 of tile l / 16.
+// Scales of rows, which the lanes of a warp unpack for one another: lane l has row l % 16 of tile l / 16. A warp's part
+// of shared memory has for each span and row
+//
+//   sums                      the scale, and what SumScales calls offset if there is one
+//   weights with offsets      scale and offset, for row_number
+//   weights without           the scale as a sum of two bf16 numbers, each twice (TwoScales)
 template <class S> struct WarpScales {
     using R = RowOf<S::F>;
     static constexpr Row ROW = R::ROW;
-    static constexpr bool OFFSETS = ROW.offsets, TWO = OFFSETS || !S::SCALE_SUMS;
-    static constexpr int NUMBERS = TWO ? 2 : 1;
+    static constexpr bool OFFSETS = ROW.offsets;
+    static constexpr int NUMBERS = OFFSETS || !S::SCALE_SUMS ? 2 : 1;
     static_assert(
         S::WARP_TILES * TILE_ROWS == WARP && S::WARP_SCALES == S::SPANS * WARP * NUMBERS * 4, "a lane to a row");
     int row, first, to, from; // first: the tile's scales
@@ -48,28 +53,42 @@ template <class S> struct WarpScales {
         row = lane % TILE_ROWS;
         first = (threadIdx.x / WARP * S::WARP_TILES + lane / TILE_ROWS) * S::SCALE_BYTES;
         to = lane * NUMBERS * 4, from = lane / 4 * 2 * NUMBERS * 4;
+        // Of groups of 16 a lane's weights are in one of a block's two.
+        if (!S::SCALE_SUMS && S::SPAN == 16) from += lane % 4 / 2 * WARP * NUMBERS * 4;
         keep(row), keep(first), keep(to), keep(from);
     }
-    // In between two __syncwarp.
+    // In between two __syncwarp. `offset`: what is there for a code of 0, of sums of code_bias in the place of 1.
     __device__ __forceinline__ void put(int span, float scale, float offset) {
         unsigned char* place = shared + span * WARP * NUMBERS * 4 + to;
-        if constexpr (TWO)
-            *reinterpret_cast<float2*>(place) = make_float2(scale, offset);
+        if constexpr (!S::SCALE_SUMS && !OFFSETS)
+            *reinterpret_cast<uint2*>(place) = two_bf16(scale);
+        else if constexpr (NUMBERS == 2)
+            *reinterpret_cast<float2*>(place) =
+                make_float2(scale, S::SCALE_SUMS ? offset : offset - R::NUMBER_BIAS * scale);
         else
             *reinterpret_cast<float*>(place) = scale;
     }
     __device__ __forceinline__ SumScales of(const typename S::Stage&, int i, int span) const {
-        const unsigned char* place = shared + (span * WARP + i * TILE_ROWS) * NUMBERS * 4 + from;
-        if constexpr (TWO) {
+        const unsigned char* place = at(i, span);
+        if constexpr (NUMBERS == 2) {
             const float4 all = *reinterpret_cast<const float4*>(place);
             return {make_float2(all.x, all.z), make_float2(all.y, all.w)};
         } else {
             return {*reinterpret_cast<const float2*>(place), {}};
         }
     }
+    __device__ __forceinline__ TwoScales two_of(int i, int span) const {
+        const uint4 all = *reinterpret_cast<const uint4*>(at(i, span));
+        return {{all.x, all.z}, {all.y, all.w}};
+    }
+
+private:
+    __device__ __forceinline__ const unsigned char* at(int i, int span) const {
+        return shared + (span * WARP + i * TILE_ROWS) * NUMBERS * 4 + from;
+    }
 };
 
-// Those of Q4_K, Q5_K and Q6_K, as sums take them, or for_numbers of weights; all but the latter's offsets are exact.
+// Those of Q4_K, Q5_K and Q6_K; exact.
 template <class S> struct CountedScales : WarpScales<S> {
     using All = WarpScales<S>;
     using R = RowOf<S::F>;
@@ -106,7 +125,6 @@ template <class S> struct CountedScales : WarpScales<S> {
                 offset[n] =
                     fmaf(number(upper, upper_bits) - ABOVE, by_upper, fmaf(number(count, 0xc0), by_lower, above_lower));
             }
-            if (!S::SCALE_SUMS) offset[n] -= R::NUMBER_BIAS * scale[n];
         }
         __syncwarp(); // what was there is read
 #pragma unroll
@@ -115,7 +133,7 @@ template <class S> struct CountedScales : WarpScales<S> {
     }
 };
 
-// Those of all other rows, for sums; exact but NVFP4's, which are rounded to f32.
+// Those of all other rows; exact but NVFP4's, which are rounded to f32.
 template <class S> struct UnpackedScales : WarpScales<S> {
     using All = WarpScales<S>;
     using R = RowOf<S::F>;
@@ -181,10 +199,26 @@ template <class S> struct UnpackedScales : WarpScales<S> {
         __syncwarp(); // what was there is read
 #pragma unroll
         for (int n = 0; n < S::SPANS; n++)
-            All::put(n, scale[n], ROW.offsets ? offset[n] * (-1.0f / S::CODE_BIAS) : 0.0f);
+            All::put(n, scale[n], S::SCALE_SUMS && ROW.offsets ? offset[n] * (-1.0f / S::CODE_BIAS) : offset[n]);
         __syncwarp();
     }
 };
+
+// What a lane has read of two rows in a block, as an operand that is not scaled; with NUMBER_BIAS more unless EXACT.
+template <bool EXACT, class Places>
+__device__ __forceinline__ void row_operand(
+    const Places& places, const typename Places::Raw& raw, uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        uint32_t four[2];
+        places.codes(raw, r, four);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            a[m][r] = row_pair<Places::F, EXACT>(four[m], false);
+            a[m][r + 2] = row_pair<Places::F, EXACT>(four[m], true);
+        }
+    }
+}
 
 // Lines of integers of four and five bits.
 template <class S> struct IntegerPlaces : InputPlaces<S> {
@@ -204,26 +238,27 @@ template <class S> struct IntegerPlaces : InputPlaces<S> {
             turns[i] = 2 * t + i - 4, keep(turns[i]);
         }
     }
-    template <bool EXACT>
-    __device__ __forceinline__ void weights(
-        const typename S::Stage& stage, int, int i, int b, uint32_t (&a)[2][4]) const {
-        static_assert(!EXACT, "with their bias");
+    // What it reads of block `b` of tile `i`, and codes of row 2g + r of that.
+    struct Raw {
+        uint2 own, above;
+    };
+    __device__ __forceinline__ Raw raw(const typename S::Stage& stage, int, int i, int b) const {
         const int first = i * S::TILE_BYTES / LINE_BYTES + b * S::BLOCK_LINES; // a constant
         auto line = [&](int n, int place) {
             return *reinterpret_cast<const uint2*>(stage.lines + n * LINE_BYTES + place);
         };
         const uint2 own = line(first, lines[first % 4]);
-        const uint2 above = BITS == 5 ? line(first + 4, upper[first / 2 % 2]) : own; // 4 more: of the same swizzle
+        return {own, BITS == 5 ? line(first + 4, upper[first / 2 % 2]) : own}; // 4 more: of the same swizzle
+    }
+    __device__ __forceinline__ void codes(const Raw& raw, int r, uint32_t (&four)[2]) const {
+        const uint32_t word = r ? raw.own.y : raw.own.x, bits = r ? raw.above.y : raw.above.x;
+        four[0] = word & 0x0f0f0f0fu, four[1] = shift_by_product<4>(word) & 0x0f0f0f0fu;
+        if (BITS == 5)
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const uint32_t word = r ? own.y : own.x, bits = r ? above.y : above.x;
-            uint32_t four[2] = {word & 0x0f0f0f0fu, shift_by_product<4>(word) & 0x0f0f0f0fu};
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                if (BITS == 5) four[m] |= rotated(bits, turns[m]) & 0x10101010u;
-                a[m][r] = row_pair<F, false>(four[m], false), a[m][r + 2] = row_pair<F, false>(four[m], true);
-            }
-        }
+            for (int m = 0; m < 2; m++) four[m] |= rotated(bits, turns[m]) & 0x10101010u;
+    }
+    template <bool EXACT> __device__ __forceinline__ void operand(const Raw& raw, uint32_t (&a)[2][4]) const {
+        row_operand<EXACT>(*this, raw, a);
     }
 };
 
@@ -251,17 +286,19 @@ template <class S> struct SixBitPlaces {
         const uint2 four = *reinterpret_cast<const uint2*>(stage.rows + token * S::K * 2 + inputs[n]);
         of[0][0] = four.x, of[0][1] = four.y;
     }
-    template <bool EXACT>
-    __device__ __forceinline__ void weights(
-        const typename S::Stage& stage, int, int i, int n, uint32_t (&a)[1][4]) const {
-        static_assert(!EXACT, "with their bias");
+    struct Raw {
+        uint2 own, above;
+    };
+    __device__ __forceinline__ Raw raw(const typename S::Stage& stage, int, int i, int n) const {
         const unsigned char* group = stage.lines + i * S::TILE_BYTES + 3 * n * LINE_BYTES;
-        const uint2 own = *reinterpret_cast<const uint2*>(group + lines),
-                    above = *reinterpret_cast<const uint2*>(group + upper);
+        return {*reinterpret_cast<const uint2*>(group + lines), *reinterpret_cast<const uint2*>(group + upper)};
+    }
+    template <bool EXACT> __device__ __forceinline__ void operand(const Raw& raw, uint32_t (&a)[1][4]) const {
+        static_assert(!EXACT, "with their bias");
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const uint32_t four = (rotated(r ? own.y : own.x, turns[0]) & 0x0f0f0f0fu) |
-                (rotated(r ? above.y : above.x, turns[1]) & 0x30303030u);
+            const uint32_t four = (rotated(r ? raw.own.y : raw.own.x, turns[0]) & 0x0f0f0f0fu) |
+                (rotated(r ? raw.above.y : raw.above.x, turns[1]) & 0x30303030u);
             a[0][r] = row_pair<F, false>(four, false), a[0][r + 2] = row_pair<F, false>(four, true);
         }
     }
@@ -283,11 +320,10 @@ template <class S> struct RowPlaces : InputPlaces<S> {
             lines[l] = tile * S::TILE_BYTES + swizzle_line<S>(line_of_load<F>(l, t, 2 * R::LINES) * LINE_BYTES + g * 8),
             keep(lines[l]);
     }
-    template <bool EXACT>
-    __device__ __forceinline__ void weights(
-        const typename S::Stage& stage, int s, int i, int b, uint32_t (&a)[2][4]) const {
+    using Raw = RowUnit;
+    __device__ __forceinline__ Raw raw(const typename S::Stage& stage, int s, int i, int b) const {
         const unsigned char* tile = stage.lines + i * S::TILE_BYTES;
-        RowUnit unit;
+        Raw unit;
         unit.within = 2 * (s % 4) + b;
 #pragma unroll
         for (int l = 0; l < R::LOADS; l++) {
@@ -295,14 +331,22 @@ template <class S> struct RowPlaces : InputPlaces<S> {
                 tile + (l == R::LOAD_BEHIND ? 0 : b * R::LINES * LINE_BYTES) + lines[l]);
             unit.lines[l].x = two.x, unit.lines[l].y = two.y;
         }
+        return unit;
+    }
+    __device__ __forceinline__ void codes(const Raw& unit, int r, uint32_t (&four)[2]) const {
+        row_codes<F>(unit, r, grid, four);
+    }
+    template <bool EXACT> __device__ __forceinline__ void operand(const Raw& unit, uint32_t (&a)[2][4]) const {
+        if constexpr (!has_signs<F>)
+            row_operand<EXACT>(*this, unit, a);
+        else
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            uint32_t four[2];
-            row_codes<F>(unit, r, grid, four);
+            for (int r = 0; r < 2; r++) {
+                uint32_t four[2];
+                const uint32_t signs = row_magnitudes<F>(unit, r, grid, four);
 #pragma unroll
-            for (int m = 0; m < 2; m++)
-                a[m][r] = row_pair<F, EXACT>(four[m], false), a[m][r + 2] = row_pair<F, EXACT>(four[m], true);
-        }
+                for (int p = 0; p < 4; p++) a[p / 2][r + p % 2 * 2] = signed_pair(four[p / 2], signs, p);
+            }
     }
 };
 
@@ -316,7 +360,7 @@ template <class S> __device__ __forceinline__ auto scales_of(const OfScales& of)
         return StageScales<S>(threadIdx.x / WARP * S::WARP_TILES, of.f16);
 }
 template <class S> __device__ __forceinline__ auto places_of(int tile, const uint32_t* grid) {
-    if constexpr (S::F == Q6_K) {
+    if constexpr (S::F == Q6_K && S::SCALE_SUMS) {
         return SixBitPlaces<S>(tile);
     } else if constexpr (is_row_value<S::F>) {
         constexpr Row ROW = RowOf<S::F>::ROW;
@@ -367,7 +411,7 @@ __device__ __forceinline__ void multiply_scaling_sums(
             uint32_t weights[UNITS][PRODUCTS][4];
 #pragma unroll
             for (int u = 0; u < UNITS; u++)
-                places.template weights<BIAS == 0>(stage, s, i, step * UNITS + u, weights[u]);
+                places.template operand<BIAS == 0>(places.raw(stage, s, i, step * UNITS + u), weights[u]);
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
                 const SumScales by = scales.of(stage, i, step * PARTS + part);

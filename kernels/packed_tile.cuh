@@ -210,8 +210,29 @@ __device__ __forceinline__ float2 scales_f32(uint32_t scales, bool f16) {
                : make_float2(low_f32(scales), high_f32(scales));
 }
 
-// Scales of two rows, by which a lane's bf16 weights of them are multiplied. One of f16 is the sum of two bf16 numbers,
-// so that here as well only the product is rounded; of others the second number is 0.
+// A number as the sum of two bf16 numbers, each in both halves of a word: exact of bf16 and f16 numbers, and to 16
+// bits.
+__device__ __forceinline__ uint2 two_bf16(float x) {
+    const uint32_t high = pack_bf16(x, x);
+    const float rest = x - low_f32(high);
+    return make_uint2(high, pack_bf16(rest, rest));
+}
+
+// Scales of two rows, by which a lane's bf16 weights of them are multiplied, as two_bf16 has them: here as well only
+// the product is rounded.
+struct TwoScales {
+    uint32_t high[2], low[2];
+
+    // What a lane has of a tile for a product. `both`: the second number is asked, which it must be if it is not 0.
+    __device__ __forceinline__ void scale(uint32_t (&a)[4], bool both = true) const {
+        constexpr uint32_t MINUS_0 = 0x80008000u;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            a[i] = fma_bf16x2(a[i], high[i % 2], both ? fma_bf16x2(a[i], low[i % 2], MINUS_0) : MINUS_0);
+    }
+};
+
+// Two scales of bf16 or f16, of which the second numbers of the former are 0.
 struct RowScales {
     uint32_t high = 0, low = 0;
 
@@ -222,13 +243,8 @@ struct RowScales {
         high = pack_bf16(exact.x, exact.y);
         low = pack_bf16(exact.x - low_f32(high), exact.y - high_f32(high));
     }
-    // What a lane has of a tile for a product. `both`: the second number is asked, which it must be if it is not 0.
     __device__ __forceinline__ void scale(uint32_t (&a)[4], bool both) const {
-        constexpr uint32_t MINUS_0 = 0x80008000u;
-        const uint32_t highs[2] = {twice<0>(high), twice<1>(high)}, lows[2] = {twice<0>(low), twice<1>(low)};
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            a[i] = fma_bf16x2(a[i], highs[i % 2], both ? fma_bf16x2(a[i], lows[i % 2], MINUS_0) : MINUS_0);
+        TwoScales{{twice<0>(high), twice<1>(high)}, {twice<0>(low), twice<1>(low)}}.scale(a, both);
     }
 };
 __device__ __forceinline__ void scale_operand(uint32_t (&a)[2][4], uint32_t scales, bool f16) {

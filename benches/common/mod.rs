@@ -33,7 +33,12 @@ pub(crate) const STORE_BYTES: usize = 3 << 29;
 /// Bytes as experts: every code and a small scale are valid, and arithmetic takes the same time on any numbers.
 pub(crate) fn store(shape: &Shape, precision: Precision) -> moebius::Result<ExpertCache> {
     let layout = ExpertLayout::new(shape.hidden, shape.intermediate, precision)?;
-    let layers: Vec<usize> = (0..STORE_BYTES.div_ceil(shape.experts * layout.bytes())).collect();
+    store_of(shape, precision, STORE_BYTES.div_ceil(shape.experts * layout.bytes()))
+}
+
+/// The same of so many layers.
+pub(crate) fn store_of(shape: &Shape, precision: Precision, layers: usize) -> moebius::Result<ExpertCache> {
+    let layers: Vec<usize> = (0..layers).collect();
     let Shape { name: model, hidden, intermediate, experts: num_experts, .. } = *shape;
     let contents = Contents {
         model,

@@ -9,9 +9,9 @@ Both get the same choices of experts, from a file: uniform ones, or such as repe
 layer after the other: alignment, both products, the activation between, and the sum, the latter by `moe_topk_sum`,
 which is faster than the sum that SGLang takes for INT4. SGLang chooses the tokens of a block by the pairs of an expert;
 this tries its neighbours too, and the fastest counts. Before, Marlin's results are compared with products in float32 of
-the weights that its codes and scales stand for. Moebius's time is the sum of its kernels `experts_*` in `moebius bench
---ops`, each by events around its launch, which adds one or two microseconds to each. Rows are microseconds per layer;
-of several runs the median. Needs torch, sglang, moebius and a GPU.
+the weights that its codes and scales stand for. Moebius's time is that of CUDA graphs as well, of all its kernels of a
+layer of experts (benches/experts_in_vram.rs). Rows are microseconds per layer, medians. Needs torch, sglang, a GPU, and
+`cargo bench --bench experts_in_vram` or what it builds.
 """
 
 import argparse
@@ -25,15 +25,15 @@ import tempfile
 import time
 from pathlib import Path
 
-GROUP, RUNS = 128, 3
+GROUP = 128
 #: Tokens of a block of Marlin's.
 BLOCKS = (8, 16, 32, 48, 64)
-#: hidden, intermediate, experts, top k, dense layers before the first of experts, layers of experts to run: together
-#: several times what a GPU's L2 holds, also of the few experts that one token reads
+#: hidden, intermediate, experts, top k, layers to run: together several times what a GPU's L2 holds, also of the few
+#: experts that one token reads
 SHAPES = {
-    "deepseek-v2-lite": (2048, 1408, 64, 6, 1, 8),
-    "qwen3-30b-a3b": (2048, 768, 128, 8, 0, 8),
-    "deepseek-v3": (7168, 2048, 256, 8, 3, 2),
+    "deepseek-v2-lite": (2048, 1408, 64, 6, 8),
+    "qwen3-30b-a3b": (2048, 768, 128, 8, 8),
+    "deepseek-v3": (7168, 2048, 256, 8, 2),
 }
 
 
@@ -54,13 +54,6 @@ def choices(routing, layers, experts, top_k, tokens):
 
     scores = 0.412 * torch.randn(layers, 1, experts) + walk(0.482, 175) + walk(0.720, 3.85)
     return (scores + 0.280 * torch.randn(layers, tokens, experts)).topk(top_k).indices.int()
-
-
-def profiled(ids, tokens):
-    """Those choices that `moebius bench` profiles: it reads on from run to run, one of them to warm up."""
-    import torch
-
-    return ids[:, (torch.arange(tokens) + (RUNS + 1) * tokens) % ids.shape[1]]
 
 
 class Layer:
@@ -224,22 +217,14 @@ def marlin(shape, layers, ids):
     return medians[BLOCKS[at]], medians[fastest], fastest
 
 
-def moebius(name, shape, file, tokens, command):
-    """Microseconds per layer of each kernel of Moebius's, by tokens."""
-    dense, layers = shape[4:]
-    flags = ["--shape", name, "--layers", str(dense + layers), "--experts", "int4", "--resident-experts", str(shape[2])]
-    # Three rows of each, far apart: a row's profile is of one pass.
-    flags += ["--prompt-tokens", ",".join(map(str, tokens * 3)), "--decode-tokens", "0", "--routing", str(file)]
-    flags += ["--device", "cuda:0", "--max-batch-tokens", "8192", "--runs", str(RUNS), "--ops", "--json"]
-    done = subprocess.run([*command, "bench", *flags], capture_output=True, text=True)
+def moebius(shape, file, tokens, command):
+    """Microseconds per layer of Moebius's kernels, by tokens."""
+    dimensions, layers = "x".join(map(str, shape[:4])), shape[4]
+    flags = [f"shape={dimensions}", f"layers={layers}", f"ids={file}", "tokens=" + ",".join(map(str, tokens))]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
-    seen = {}
-    for row in json.loads(done.stdout)["rows"]:
-        for op in row["ops"]:
-            if op["name"].startswith("experts_"):
-                seen.setdefault(row["tokens"], {}).setdefault(op["name"], []).append(op["us"] / layers)
-    return {count: {op: statistics.median(us) for op, us in ops.items()} for count, ops in seen.items()}
+    return {row["tokens"]: row["us"] for row in map(json.loads, done.stdout.splitlines())}
 
 
 def main():
@@ -247,37 +232,34 @@ def main():
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192")
     parser.add_argument("--routing", default="uniform,local")
-    parser.add_argument("--moebius", default="moebius", help="its command")
+    parser.add_argument("--moebius", default="cargo bench --bench experts_in_vram --", help="the command of its bench")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     import torch
-    from safetensors.torch import save_file
 
     if not torch.cuda.is_available():
         return print("skipped: there is no GPU")
     tokens, rows = [int(n) for n in given.tokens.split(",")], []
     for name in given.shapes.split(","):
-        hidden, width, experts, top_k, dense, layers = shape = SHAPES[name]
+        hidden, width, experts, top_k, layers = shape = SHAPES[name]
         began, own, all_ids = time.monotonic(), {}, {}
         for routing in given.routing.split(","):
             ids = all_ids[routing] = choices(routing, layers, experts, top_k, max(tokens))
             with tempfile.TemporaryDirectory() as scratch:
-                file = Path(scratch) / "choices.safetensors"
-                save_file({f"router.{dense + i}.ids": layer.contiguous() for i, layer in enumerate(ids)}, file)
-                own[routing] = moebius(name, shape, file, tokens, given.moebius.split())
+                file = Path(scratch) / "ids"
+                file.write_bytes(ids.contiguous().numpy().tobytes())
+                own[routing] = moebius(shape, file, tokens, given.moebius.split())
         print(f"{name}: Moebius took {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
         began, stack = time.monotonic(), [Layer(shape) for _ in range(layers)]
         error = check(shape, stack[0], next(iter(all_ids.values())))
         print(f"{name}: Marlin's results differ from float32 by {error:.4f} of their norm", file=sys.stderr, flush=True)
         for routing, ids in all_ids.items():
             for count in tokens:
-                of_sglang, fastest, block = marlin(shape, stack, profiled(ids, count))
-                ops = own[routing][count]
-                ours = sum(ops.values())
+                of_sglang, fastest, block = marlin(shape, stack, ids[:, :count])
+                ours = own[routing][count]
                 row = dict(shape=name, routing=routing, tokens=count, marlin_us=round(fastest, 1), marlin_block=block)
                 row |= dict(sglang_us=round(of_sglang, 1), moebius_us=round(ours, 1), ratio=round(fastest / ours, 2))
                 row["tflops"] = round(6e-6 * count * top_k * hidden * width / ours, 1)
-                row["ops"] = {op: round(us, 1) for op, us in ops.items()}
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 if given.out:

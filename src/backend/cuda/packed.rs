@@ -6,32 +6,38 @@ use moebius_cache::{Precision, ScaleType};
 
 use super::CudaBackend;
 use super::product::{Out, Product};
+use crate::cuda::kernels::experts_persistent::SUM_TOKENS;
 use crate::cuda::kernels::packed_linear::{ADD, BLOCK_TILES, TILE_ROWS, Y_IS_BF16};
 use crate::cuda::kernels::{self, Kernel};
 use crate::cuda::{Address, DeviceBuffer, DeviceInfo, launch};
 
-/// A kernel of the grouped products of experts.
-#[derive(Clone, Copy)]
+/// The kernels of the grouped products of a layer's experts: gate and up, then down.
 pub(crate) enum Grouped {
-    /// A block for each of the tiles that the pairs were cut into.
-    Tiled(Kernel<kernels::GroupedArguments>),
+    /// A block for each of the tiles of so many tokens that the pairs were cut into.
+    Tiled(usize, [Kernel<kernels::GroupedArguments>; 2]),
     /// Blocks that stay, and cut for themselves.
-    Persistent(Kernel<kernels::PersistentArguments>),
+    Persistent([Kernel<kernels::PersistentArguments>; 2]),
 }
 
-/// Tokens of the tiles of products of many tokens.
-const TILES: [usize; 4] = [16, 32, 64, 128];
+/// Whether a kernel takes inputs that were dealt out (kernels/packed_dealt.cuh).
+pub(crate) fn takes_dealt(kernel: &Kernel<kernels::PersistentArguments>) -> bool {
+    kernel.tile[0] > SUM_TOKENS
+}
 
-/// The same where the tokens are those of one expert.
+/// Tokens of the tiles of products of many tokens that are those of one expert.
 pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
 
-/// From so many tokens of an expert on, on average, blocks that stay are faster on Hopper than tiles of precisions
-/// without kernels of their own; measured on an H100 and an H200.
-fn persistent_from(precision: Precision) -> usize {
+/// The same of dense weights.
+const TILES: [usize; 4] = [16, 32, 64, 128]; // all but the first
+
+/// From so many tokens of an expert on, on average, blocks that stay are faster on Hopper than tiles; measured on an H100
+/// and an H200. `None`: there are none.
+fn persistent_from(precision: Precision) -> Option<usize> {
     match precision {
-        Precision::Int8 { .. } => 24,
-        Precision::Int4 { group_size: 64.., .. } => 19, // whose tiles of 16 tokens scale sums
-        _ => 16,
+        Precision::Bf16 | Precision::Tq1_0 => None,
+        Precision::Int8 { .. } => Some(12),
+        Precision::Int4 { .. } | Precision::Mxfp4 => Some(15),
+        _ => Some(0), // tiles of other rows are unpacked through shared memory
     }
 }
 
@@ -41,7 +47,7 @@ pub(crate) struct MatrixKernels<A> {
     pub(crate) few: Kernel<A>,
     many: [Kernel<kernels::GroupedArguments>; 5], // by `EXPERT_TILES`
     persistent: Vec<Kernel<kernels::PersistentArguments>>, // by tokens; for cards with wgmma
-    persistent_from: usize,                       // tokens of an expert
+    persistent_from: Option<usize>,               // tokens of an expert
     pub(crate) packing: kernels::Packing,
 }
 
@@ -114,37 +120,24 @@ impl<A> MatrixKernels<A> {
     /// Those of a precision: `experts_{name}_gemv_..` of `few` and `experts_{name}_..`.
     fn of(name: &str, few: &[Kernel<A>], precision: Precision, grid: &impl Fn(Grid) -> Address<u32>) -> Self {
         let (many, row) = (span(precision), row_name(precision));
-        let persistent = |name_of: &str| -> Vec<_> {
-            let prefix = format!("experts_{name}_persistent_{name_of}_t");
-            kernels::PERSISTENT_KERNELS.iter().filter(|kernel| kernel.name.starts_with(&prefix)).copied().collect()
-        };
-        // A row's own ones, and for more tokens than they are made for those of many rows.
-        let own = persistent(&row);
-        let most = own.iter().map(|kernel| kernel.tile[0]).max().unwrap_or(0);
-        let more = persistent(&many).into_iter().filter(|kernel| kernel.tile[0] > most);
-        // Its tiles would be unpacked through shared memory.
-        let persistent_from = if own.is_empty() { persistent_from(precision) } else { 0 };
-        let mut persistent: Vec<_> = own.into_iter().chain(more).collect();
+        let prefix = format!("experts_{name}_persistent_{}_t", if many == ANY_ROW { &row } else { &many });
+        let persistent = kernels::PERSISTENT_KERNELS.iter().filter(|kernel| kernel.name.starts_with(&prefix));
+        let mut persistent: Vec<_> = persistent.copied().collect();
         persistent.sort_by_key(|kernel| kernel.tile[0]);
         Self {
             few: named(few, &format!("experts_{name}_gemv_{row}")),
             many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), EXPERT_TILES),
             persistent,
-            persistent_from,
+            persistent_from: persistent_from(precision),
             packing: packing(precision, grid),
         }
     }
 
-    /// The kernel for experts with so many tokens on average, whose blocks may `stay`; else that of the `i`-th of
-    /// [`EXPERT_TILES`].
-    fn grouped(&self, tokens_of_an_expert: usize, stay: bool, i: usize) -> Grouped {
+    /// The kernel whose blocks stay, for experts with so many tokens on average.
+    fn persistent(&self, tokens_of_an_expert: usize) -> Kernel<kernels::PersistentArguments> {
         // Some experts have more tokens than the average: not many shall need a second piece.
         let holds = |kernel: &&Kernel<_>| tokens_of_an_expert * 6 / 5 <= kernel.tile[0];
-        let persistent = self.persistent.iter().find(holds).or(self.persistent.last());
-        match persistent.filter(|_| stay && tokens_of_an_expert >= self.persistent_from) {
-            Some(kernel) => Grouped::Persistent(*kernel),
-            None => Grouped::Tiled(self.many[i]),
-        }
+        *self.persistent.iter().find(holds).or(self.persistent.last()).expect("persistent_from says there are some")
     }
 }
 
@@ -158,19 +151,17 @@ impl ExpertKernels {
         }
     }
 
-    /// Kernels for gate and up and for down, for experts with so many tokens on average, and the tokens of the tiles
-    /// that pairs are cut into: 0 where no kernel takes tiles.
-    pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> (usize, [Grouped; 2]) {
-        let stay = device.has_wgmma();
-        let i = match tokens_of_an_expert {
-            ..=5 => 0,
-            ..=18 if stay && tokens_of_an_expert < self.gate.persistent_from.max(self.down.persistent_from) => 1,
-            more => 1 + suited(more, stay),
-        };
-        let kernels =
-            [self.gate.grouped(tokens_of_an_expert, stay, i), self.down.grouped(tokens_of_an_expert, stay, i)];
-        let tiled = kernels.iter().any(|kernel| matches!(kernel, Grouped::Tiled(_)));
-        (if tiled { EXPERT_TILES[i] } else { 0 }, kernels)
+    /// Those for experts with so many tokens on average.
+    pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> Grouped {
+        let (gate, down) = (&self.gate, &self.down);
+        // Of both or of neither: tiles write h as it lies.
+        let persistent_from = gate.persistent_from.zip(down.persistent_from).filter(|_| device.has_wgmma());
+        let persistent_from = persistent_from.map(|(gate, down)| gate.min(down));
+        if persistent_from.is_some_and(|from| tokens_of_an_expert >= from) {
+            return Grouped::Persistent([gate.persistent(tokens_of_an_expert), down.persistent(tokens_of_an_expert)]);
+        }
+        let i = suited(tokens_of_an_expert, device.has_wgmma());
+        Grouped::Tiled(EXPERT_TILES[i], [gate.many[i], down.many[i]])
     }
 }
 
@@ -189,9 +180,9 @@ impl PackedLinear {
     }
 }
 
-/// Which of `TILES` suits experts with so many tokens each; measured on an H200, with wgmma and without.
+/// Which of `EXPERT_TILES` suits experts with so many tokens each; measured on an H200, with wgmma and without.
 fn suited(tokens: usize, wgmma: bool) -> usize {
-    let most = if wgmma { [14, 24, 112] } else { [12, 40, 160] };
+    let most = if wgmma { [7, 14, 24, 112] } else { [5, 12, 40, 160] };
     most.iter().position(|&most| tokens <= most).unwrap_or(most.len())
 }
 
@@ -207,7 +198,7 @@ impl CudaBackend {
         let (kernel, grid) = match linear.few.iter().find(|kernel| p.tokens <= kernel.tile[0]) {
             Some(kernel) => (*kernel, [rows, 1, 1]),
             None => {
-                let kernel = linear.many[suited(p.tokens / 2, self.cuda.info.has_wgmma())];
+                let kernel = linear.many[suited(p.tokens / 2, self.cuda.info.has_wgmma()).saturating_sub(1)];
                 (kernel, [rows.div_ceil(BLOCK_TILES), p.tokens.div_ceil(kernel.tile[0]), 1])
             }
         };
@@ -228,25 +219,28 @@ mod tests {
                 ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"), |_| Address::NULL);
             assert_eq!(found.gate.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
             assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), EXPERT_TILES, "{precision}");
-            // Rows have kernels of their own for few tokens; the digits of TQ1_0 are not read by lines.
-            let of_few = span(precision) == ANY_ROW && precision != Precision::Tq1_0;
+            assert_eq!(found.gate.persistent.is_empty(), persistent_from(precision).is_none(), "{precision}");
+            assert_eq!(found.down.persistent.is_empty(), persistent_from(precision).is_none(), "{precision}");
+            // Tiles of rows would be unpacked through shared memory.
+            let of_few = persistent_from(precision) == Some(0);
+            assert_eq!(of_few, span(precision) == ANY_ROW && precision != Precision::Tq1_0, "{precision}");
             assert_eq!(found.gate.persistent.first().is_some_and(|kernel| kernel.tile[0] == 16), of_few, "{precision}");
         }
-        let (four_bits, eight_bits) = (&[48, 96, 176][..], &[96, 176][..]);
-        let (k_types, none) = (&[16, 32, 48, 96, 176][..], &[][..]);
+        let (more, groups_of_16) = (&[48, 96, 176][..], &[16, 48, 96, 176][..]);
+        let (rows, none) = (&[16, 32, 48, 96, 176][..], &[][..]);
         for (precision, expected) in [
-            (Precision::int4(32), four_bits),
-            (Precision::int4(128), four_bits),
-            (Precision::Mxfp4, four_bits),
-            (Precision::int8(64), eight_bits),
-            (Precision::Q4K, k_types),
-            (Precision::Q5K, &[16, 32, 48, 96, 144]),
-            (Precision::Q6K, k_types),
-            (Precision::Q3K, &[16, 80, 144]),
-            (Precision::Nvfp4, &[16, 80, 144]),
-            (Precision::Iq3Xxs, &[16, 32, 80, 144]),
-            (Precision::fp8(128), &[16, 32, 80, 144]),
-            (Precision::Tq1_0, &[80, 144]),
+            (Precision::int4(32), more),
+            (Precision::int4(128), more),
+            (Precision::Mxfp4, more),
+            (Precision::int8(64), more),
+            (Precision::Q4K, rows),
+            (Precision::Q5K, rows),
+            (Precision::Q6K, rows),
+            (Precision::Q3K, groups_of_16),
+            (Precision::Nvfp4, groups_of_16),
+            (Precision::Iq3Xxs, rows),
+            (Precision::fp8(128), rows),
+            (Precision::Tq1_0, none),
             (Precision::Bf16, none),
         ] {
             let found =

@@ -12,8 +12,10 @@ use super::admissions::ADMIT_BLOCKS;
 use super::epilogue::DeviceEpilogue;
 use super::parts::COPY_BLOCKS;
 use crate::Result;
-use crate::backend::cuda::packed::{EXPERT_TILES, ExpertKernels, Grouped};
+use crate::backend::cuda::packed::{EXPERT_TILES, ExpertKernels, Grouped, takes_dealt};
 use crate::backend::cuda::{CudaRouting, Tensor};
+use crate::cuda::kernels::Kernel;
+use crate::cuda::kernels::experts_deal::DEAL_THREADS;
 use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
 use crate::cuda::kernels::experts_gemv::VECTORS;
 use crate::cuda::kernels::{Packing, RankSum};
@@ -32,6 +34,7 @@ pub(super) struct Products {
     pair_slot: DeviceBuffer<i32>, // [pairs]
     offsets: DeviceBuffer<i32>,   // [experts + 1]
     tiles: DeviceBuffer<i32>,     // [pairs / 8 + experts + 1, 4]
+    dealt: DeviceBuffer<bf16>,    // [tokens, hidden], for kernels that take x so
     h: DeviceBuffer<bf16>,        // [pairs, intermediate]
     y: DeviceBuffer<bf16>,        // [pairs, hidden]
 }
@@ -101,6 +104,7 @@ impl Products {
             pair_slot: DeviceBuffer::new(cuda, pairs)?,
             offsets: DeviceBuffer::new(cuda, experts + 1)?,
             tiles: DeviceBuffer::new(cuda, 4 * (pairs / EXPERT_TILES[0] + experts + 1))?,
+            dealt: DeviceBuffer::new(cuda, if cuda.info.has_wgmma() { sizes.tokens * layout.gate.k } else { 0 })?,
             h: DeviceBuffer::new(cuda, pairs * layout.down.k)?,
             y: DeviceBuffer::new(cuda, pairs * layout.down.n)?,
             cuda: cuda.clone(),
@@ -150,28 +154,45 @@ impl Products {
         let (cuda, layout, experts) = (&self.cuda, &self.layout, self.experts);
         let pairs = tokens * top_k;
         let kernels = &self.kernels[layer];
-        let (tile, [gate_up, down]) = kernels.grouped(&cuda.info, pairs / experts);
+        let grouped = kernels.grouped(&cuda.info, pairs / experts);
+        let tile = if let Grouped::Tiled(tokens, _) = grouped { tokens } else { 0 };
         launch!(cuda, stream, kernels::experts_sort, [experts, 1, 1];
             ids, table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(),
             pairs as i32, experts as i32, tile as i32, used);
         let (hidden, intermediate) = (layout.gate.k, layout.down.k);
-        let multiply = |by: Grouped, packing: Packing, tiles: usize, from: Address<bf16>, to: Address<bf16>| match by {
-            Grouped::Tiled(kernel) => {
-                launch!(cuda, stream, kernel, [tiles.div_ceil(BLOCK_TILES), pairs / tile + experts, 1];
-                    self.tiles.address(), self.pair_slot.address(), table, from, to, hidden as i32,
-                    intermediate as i32, kernels.down_at, top_k as i32, packing, self.epilogue.of(layer));
+        let (h, y, epilogue) = (self.h.address(), self.y.address(), self.epilogue.of(layer));
+        match grouped {
+            Grouped::Tiled(_, by) => {
+                // Tiles of gate and of up take turns, or are all of up.
+                let tiles = [2 * layout.gate.n.div_ceil(TILE_ROWS), hidden.div_ceil(TILE_ROWS)];
+                let multiply = |i: usize, packing: Packing, from: Address<bf16>, to: Address<bf16>| {
+                    launch!(cuda, stream, by[i], [tiles[i].div_ceil(BLOCK_TILES), pairs / tile + experts, 1];
+                        self.tiles.address(), self.pair_slot.address(), table, from, to, hidden as i32,
+                        intermediate as i32, kernels.down_at, top_k as i32, packing, epilogue);
+                };
+                multiply(0, kernels.gate.packing, x, h);
+                multiply(1, kernels.down.packing, h, y);
             }
-            Grouped::Persistent(kernel) => {
-                launch!(cuda, stream, kernel, [self.blocks, 1, 1];
-                    self.offsets.address(), self.pair_slot.address(), table, from, to, hidden as i32,
-                    intermediate as i32, kernels.down_at, top_k as i32, experts as i32, packing,
-                    self.epilogue.of(layer));
+            Grouped::Persistent([gate_up, down]) => {
+                let x = if takes_dealt(&gate_up) { self.deal(stream, x, tokens) } else { x };
+                let multiply = |by: Kernel<_>, packing: Packing, from: Address<bf16>, to: Address<bf16>| {
+                    launch!(cuda, stream, by, [self.blocks, 1, 1];
+                        self.offsets.address(), self.pair_slot.address(), table, from, to, hidden as i32,
+                        intermediate as i32, kernels.down_at, top_k as i32, experts as i32,
+                        i32::from(takes_dealt(&down)), packing, epilogue);
+                };
+                multiply(gate_up, kernels.gate.packing, x, h);
+                multiply(down, kernels.down.packing, h, y);
             }
-        };
-        // Tiles of gate and of up take turns, or are all of up.
-        let gate_up_tiles = 2 * layout.gate.n.div_ceil(TILE_ROWS);
-        multiply(gate_up, kernels.gate.packing, gate_up_tiles, x, self.h.address());
-        multiply(down, kernels.down.packing, hidden.div_ceil(TILE_ROWS), self.h.address(), self.y.address());
+        }
+    }
+
+    /// `x` [tokens, hidden] dealt out.
+    fn deal(&self, stream: &CudaStream, x: Address<bf16>, tokens: usize) -> Address<bf16> {
+        let chunks = tokens * self.layout.gate.k / 8;
+        launch!(self.cuda, stream, kernels::experts_deal, [chunks.div_ceil(DEAL_THREADS), 1, 1];
+            x, self.dealt.address(), chunks as i32);
+        self.dealt.address()
     }
 
     /// Adds `y` of some tokens, weighted, to `out`, of the experts that are not 0 in `table`, or puts it `over` what
