@@ -1,9 +1,9 @@
 //! Routed experts in VRAM: microseconds of a layer, of all its kernels, as a recorded pass launches them.
 //!
-//! `cargo bench --bench experts_in_vram [-- shape=NAME layers=8 tokens=1,64,512 precision=int4-g128 ids=FILE]`. A shape may
-//! be HIDDENxINTERMEDIATExEXPERTSxTOP_K. Tokens choose at random, or as FILE says: i32 [layers, most tokens, top k]. A
-//! pass has so many layers that caches hold little of what the next one reads. A row of JSON for each number of tokens:
-//! the median pass, and TFLOP/s of its products.
+//! `cargo bench --bench experts_in_vram [-- shape=NAME layers=8 tokens=1,64,512 precision=int4-g128 ids=FILE]`. A shape
+//! may be HIDDENxINTERMEDIATExEXPERTSxTOP_K. Tokens choose at random, or as FILE says: i32 [layers, most tokens, top
+//! k]. A pass has so many layers that caches hold little of what the next one reads. A row of JSON for each number of
+//! tokens: the median pass, and TFLOP/s of its products.
 
 #[allow(dead_code)] // what benches of the CPU's experts need besides
 mod common;

@@ -311,11 +311,11 @@ template <int C> __device__ __forceinline__ void wgmma_landed(float (&d)[C][4]) 
 #define WGMMA_D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_D24 WGMMA_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WGMMA_D32 WGMMA_D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_D40 WGMMA_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define WGMMA_D48 WGMMA_D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_D48 WGMMA_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_D64 WGMMA_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_D72 WGMMA_D64 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define WGMMA_D88 WGMMA_D72 ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
+#define WGMMA_D88                                                                                                      \
+    WGMMA_D64 ", %64, %65, %66, %67, %68, %69, %70, %71"                                                               \
+              ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
 #define WGMMA_D128                                                                                                     \
     WGMMA_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                     \
               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                       \
@@ -324,28 +324,11 @@ template <int C> __device__ __forceinline__ void wgmma_landed(float (&d)[C][4]) 
 #define WGMMA(n, d, a, b, constants)                                                                                   \
     "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" d "}, " a ", " b ", " constants ";"
 template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) {
-    static_assert(
-        N <= 8 * C && (N == 48 || N == 64 || N == 80 || N == 96 || N == 128 || N == 144 || N == 256), "columns");
-    if constexpr (N == 48)
-        asm volatile(WGMMA(48, WGMMA_D24, "%24", "%25", "1, 1, 1, 0, 0")
-            : WGMMA_SUMS_4(0), WGMMA_SUMS_2(4)
-            : "l"(a), "l"(b));
-    else if constexpr (N == 64)
+    static_assert(N <= 8 * C && (N == 64 || N == 128 || N == 256), "columns");
+    if constexpr (N == 64)
         asm volatile(WGMMA(64, WGMMA_D32, "%32", "%33", "1, 1, 1, 0, 0") : WGMMA_SUMS_8(0) : "l"(a), "l"(b));
-    else if constexpr (N == 80)
-        asm volatile(WGMMA(80, WGMMA_D40, "%40", "%41", "1, 1, 1, 0, 0")
-            : WGMMA_SUMS_8(0), WGMMA_SUMS_2(8)
-            : "l"(a), "l"(b));
-    else if constexpr (N == 96)
-        asm volatile(WGMMA(96, WGMMA_D48, "%48", "%49", "1, 1, 1, 0, 0")
-            : WGMMA_SUMS_8(0), WGMMA_SUMS_4(8)
-            : "l"(a), "l"(b));
     else if constexpr (N == 128)
         asm volatile(WGMMA(128, WGMMA_D64, "%64", "%65", "1, 1, 1, 0, 0") : WGMMA_SUMS_16(0) : "l"(a), "l"(b));
-    else if constexpr (N == 144)
-        asm volatile(WGMMA(144, WGMMA_D72, "%72", "%73", "1, 1, 1, 0, 0")
-            : WGMMA_SUMS_16(0), WGMMA_SUMS_2(16)
-            : "l"(a), "l"(b));
     else if constexpr (N == 256)
         asm volatile(WGMMA(256, WGMMA_D128, "%128", "%129", "1, 1, 1, 0, 0")
             : WGMMA_SUMS_16(0), WGMMA_SUMS_16(16)
@@ -379,8 +362,7 @@ template <int C> __device__ __forceinline__ void wgmma_columns(float (&d)[C][4],
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
-    static_assert(
-        N <= 8 * C && (N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 144 || N == 176), "columns");
+    static_assert(N <= 8 * C && (N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 176), "columns");
     if constexpr (N == 32)
         asm volatile(WGMMA(32, WGMMA_D16, "{%16, %17, %18, %19}", "%20", "1, 1, 1, 0")
             : WGMMA_SUMS_4(0)
@@ -400,10 +382,6 @@ template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], 
     else if constexpr (N == 128)
         asm volatile(WGMMA(128, WGMMA_D64, "{%64, %65, %66, %67}", "%68", "1, 1, 1, 0")
             : WGMMA_SUMS_16(0)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    else if constexpr (N == 144)
-        asm volatile(WGMMA(144, WGMMA_D72, "{%72, %73, %74, %75}", "%76", "1, 1, 1, 0")
-            : WGMMA_SUMS_16(0), WGMMA_SUMS_2(16)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     else if constexpr (N == 176)
         asm volatile(WGMMA(176, WGMMA_D88, "{%88, %89, %90, %91}", "%92", "1, 1, 1, 0")

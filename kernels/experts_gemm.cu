@@ -14,7 +14,7 @@
 // The tile is the tile_tokens given to experts_sort. Any is correct for any number of tokens; choose it by the pairs of
 // an expert on average, tokens * top_k / num_experts:
 //   tile         8        16       32       64       128
-//   on Hopper    to 5     to 18    to 24    to 112   more      or experts_persistent.cuh (packed.rs says when)
+//   on Hopper    to 7     to 14    to 24    to 112   more      or experts_persistent.cuh (packed.rs says when)
 //   otherwise    to 5     to 12    to 40    to 160   more
 //
 //   experts_gate_up_{...}   grid (ceil(ceil(rows of gate / TILE_ROWS) / (BLOCK_TILES / 2)), pairs / tile + num_experts)

@@ -9,21 +9,18 @@
 // The warps that multiply unpack the weights, too:
 //
 //   up to SUM_TOKENS    codes become operands of mma as they are, scales are applied to sums (packed_sums.cuh)
-//   more                scaled, into registers, from which wgmma takes them (packed_dealt.cuh): of these `from` is in
-//   the
-//                       order of dealt_place
+//   more                scaled, into registers, from which wgmma takes them (packed_dealt.cuh)
 //
 // Unpacking takes longer than the products of few tokens, for which registers suffice for more consumers, so that more
 // is unpacked at once.
 //
-//   experts_{gate_up|down}_persistent_{int4_g64|int4_g32|mxfp4_g32}_t{48|96|176}     grid (blocks)
-//   experts_{gate_up|down}_persistent_{int8_g64|int8_g32}_t{96|176}
-//   experts_{gate_up|down}_persistent_{rows but tq1_0}_t{16|32|48|96|176}, fewer of some
+//   experts_{gate_up|down}_persistent_{int4_g64|int4_g32|mxfp4_g32|int8_g64|int8_g32}_t{48|96|176}    grid (blocks)
+//   experts_{gate_up|down}_persistent_{rows but tq1_0}_t{16|32|48|96|176}, of groups of 16 not t32
 //
 // Blocks: the device's multiprocessors, less those of kernels beside them: a block that waits for one has its pieces
 // after all others. Arguments are those of experts_gemm.cu, with experts_sort's offsets for its tiles; num_experts <=
-// MAX_EXPERTS, and `deal`: h is written in that order, too. TOKENS are those of a piece, at most; the largest are as
-// many as registers suffice for.
+// MAX_EXPERTS. Kernels of more than SUM_TOKENS take `from` dealt out (dealt_place); `deal`: h is written so. TOKENS are
+// those of a piece, at most; the largest are as many as registers suffice for.
 #pragma once
 #include "epilogue.cuh"
 #include "experts.cuh"
@@ -85,7 +82,6 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
         CONSUMER_REGISTERS = TOKENS > 96 ? 232
         : TOKENS == 16                   ? 104
         : CONSUMERS == 2                 ? 224
-        : CONSUMERS == 3                 ? 152
                                          : 112,
                          COPYING_REGISTERS = REGISTERS * (CONSUMERS + 1) - CONSUMER_REGISTERS * CONSUMERS;
     using Tile = TileStage<F, SPAN>;
@@ -362,7 +358,7 @@ __device__ __forceinline__ void multiply_stages(WarpSums<C>& acc, Ring<S>& ring,
     begin_stage(0);
 #pragma unroll 1
     for (int s = 0; s < steps; s++) {
-        multiply_dealt<8 * C>(acc, weights, stage, s, before_is_read, [&] {
+        multiply_dealt(acc, weights, stage, s, before_is_read, [&] {
             before = ring.slot;
             ring.advance();
             if (s + 1 < steps) begin_stage(s + 1);
@@ -386,7 +382,7 @@ __device__ __forceinline__ void multiply_pieces(
 #pragma unroll
                 for (float& sum : column) sum = 0.0f;
     };
-    [[maybe_unused]] const OfScales of{ring.shared + S::WARP_SCALES_AT + threadIdx.x / WARP * S::WARP_SCALES,
+    const OfScales of{ring.shared + S::WARP_SCALES_AT + threadIdx.x / WARP * S::WARP_SCALES,
         (is_row(S::F) || S::F16_SCALES) && a.packing.f16};
     while (at.take<S::TOKENS>(pieces))
         with_columns<S, S::FEWEST>(at.piece.tokens, [&](auto columns) {

@@ -65,10 +65,10 @@ template <class S, bool TWO> struct DealtWeights {
     }
 };
 
-// Products of the first N tokens with stage number `s`, whose first step was loaded. Weights of a step are made while
+// Products of the first 8 C tokens with stage number `s`, whose first step was loaded. Weights of a step are made while
 // the one before is multiplied. The last product of the stage before is done when it calls before_is_read; next() is
 // called when the last of this one is under way, and may load what follows.
-template <int N, class S, bool TWO, int C, class Read, class Next>
+template <class S, bool TWO, int C, class Read, class Next>
 __device__ __forceinline__ void multiply_dealt(float (&acc)[2][C][4], DealtWeights<S, TWO>& weights,
     const typename S::Stage& stage, int s, Read before_is_read, Next next) {
     constexpr int STEPS = DealtWeights<S, TWO>::STEPS;
@@ -82,8 +82,8 @@ __device__ __forceinline__ void multiply_dealt(float (&acc)[2][C][4], DealtWeigh
         weights.operands(step, a);
         if (step + 1 < STEPS) weights.load(stage, s, step + 1);
         wgmma_fence();
-        wgmma<N>(acc[i], a[0], wgmma_further(rows, b * K_BLOCK * 2));
-        wgmma<N>(acc[i], a[1], wgmma_further(rows, b * K_BLOCK * 2 + K_BLOCK));
+        wgmma<8 * C>(acc[i], a[0], wgmma_further(rows, b * K_BLOCK * 2));
+        wgmma<8 * C>(acc[i], a[1], wgmma_further(rows, (b * K_BLOCK + 16) * 2));
         wgmma_commit();
         if (step + 1 == STEPS) next();
         wgmma_wait<1>();

@@ -79,7 +79,7 @@ template <class S> using Sums = float[S::WARP_TILES][S::COLUMNS][4];
 // a warpgroup's four warps lie in front of the second ones: 64 rows to a product.
 template <class S> __device__ __forceinline__ int swizzle_weights(int tile, int row, int chunk) {
     if (S::WGMMA) {
-        const int place = tile / BLOCK_TILES * BLOCK_TILES + tile % 2 * (BLOCK_TILES / 2) + tile % BLOCK_TILES / 2;
+        const int place = tile % 2 * (BLOCK_TILES / 2) + tile / 2;
         return place * S::TILE_BYTES + row * 128 + swizzle_row<S>(row, chunk);
     }
     const int moved = ((row ^ row >> 1) & 1) * 4 | (row & 2) | (row >> 2 & 1);
@@ -186,9 +186,9 @@ __device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& 
 }
 
 #ifdef HAS_WGMMA
-// The first N tokens with weights of ANY_ROW, those of a warpgroup from `lines` on. When it returns, the products are
+// All tokens with weights of ANY_ROW, from `lines` on. When it returns, the products are
 // under way and still read the stage.
-template <class S, int N, int C>
+template <class S, int C>
 __device__ __forceinline__ void multiply_rows_wgmma(
     float (&acc)[2][C][4], const unsigned char* lines, const unsigned char* rows) {
     const uint64_t a = wgmma_operand(lines), b = wgmma_operand(rows);
@@ -197,7 +197,7 @@ __device__ __forceinline__ void multiply_rows_wgmma(
     for (int step = 0; step < S::K / 16; step++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            wgmma<N>(acc[i], wgmma_further(a, i * (BLOCK_TILES / 2 * S::TILE_BYTES) + step * 32),
+            wgmma<S::TOKENS>(acc[i], wgmma_further(a, i * (BLOCK_TILES / 2 * S::TILE_BYTES) + step * 32),
                 wgmma_further(b, step * 32));
     wgmma_commit();
 }
@@ -226,7 +226,7 @@ template <class S> struct WgmmaWeights {
     RowScales scales[2];
     bool f16;
 
-    __device__ __forceinline__ explicit WgmmaWeights(const OfScales& of) : f16(of.f16) {}
+    __device__ __forceinline__ explicit WgmmaWeights(bool f16) : f16(f16) {}
 
     __device__ __forceinline__ void load(const typename S::Stage& stage, int step) {
         const int tile = threadIdx.x / WARP * 2;
@@ -253,13 +253,12 @@ template <class S> struct WgmmaWeights {
     }
 };
 
-// Products of the first N tokens with a stage whose first step was loaded. Weights of a step are made while the one
-// before is multiplied. The last product of the stage before is done when it calls before_is_read; next() is called
-// when the last of this one is under way, and may load what follows.
-template <class S, int N, int C, class Read, class Next>
-__device__ __forceinline__ void multiply_wgmma(
-    float (&acc)[2][C][4], WgmmaWeights<S>& weights, const typename S::Stage& stage, Read before_is_read, Next next) {
+// Products of the first N tokens with a stage. Weights of a step are made while the one before is multiplied.
+template <class S, int N, int C>
+__device__ __forceinline__ void multiply_wgmma(float (&acc)[2][C][4], const typename S::Stage& stage, bool f16) {
     constexpr int STEPS = WgmmaWeights<S>::STEPS;
+    WgmmaWeights<S> weights(f16);
+    weights.load(stage, 0);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         uint32_t a[2][4];
@@ -270,9 +269,7 @@ __device__ __forceinline__ void multiply_wgmma(
         wgmma<N>(acc[0], a[0], rows);
         wgmma<N>(acc[1], a[1], rows);
         wgmma_commit();
-        if (step + 1 == STEPS) next();
         wgmma_wait<1>();
-        if (step == 0) before_is_read();
     }
 }
 #endif
@@ -396,13 +393,10 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     if constexpr (S::WGMMA) {
         auto all = [&](auto n) {
             each_stage([&](const typename S::Stage& stage) {
-                if constexpr (S::ROWS) {
-                    multiply_rows_wgmma<S, S::TOKENS>(acc, stage.lines, stage.rows);
-                } else {
-                    WgmmaWeights<S> tiles(OfScales{nullptr, f16});
-                    tiles.load(stage, 0);
-                    multiply_wgmma<S, decltype(n)::value>(acc, tiles, stage, [] {}, [] {});
-                }
+                if constexpr (S::ROWS)
+                    multiply_rows_wgmma<S>(acc, stage.lines, stage.rows);
+                else
+                    multiply_wgmma<S, decltype(n)::value>(acc, stage, f16);
             });
             wgmma_wait<0>(); // here: where sizes meet, sums may move to other registers
             wgmma_landed(acc[0]);

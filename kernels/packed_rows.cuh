@@ -260,16 +260,10 @@ __device__ __forceinline__ float e4m3_above(uint32_t x) {
     return __uint_as_float((x & 0x80000000u) | (x >> 4 & 0x07f00000u)) * 0x1p120f;
 }
 
-// Where __byte_perm finds byte `i`, between 0x43 and zeros: 128 more as f32, if it is below 128.
-__device__ __forceinline__ constexpr uint32_t above_128(int i) { return 0x5044 + i * 0x100; }
-__device__ __forceinline__ float byte_above_128(uint32_t bytes, uint32_t place) {
-    return __uint_as_float(__byte_perm(bytes, 0x4300u, place));
-}
-
 // ABOVE + byte `i` of `bytes`, exact; 128 is above bytes below 128.
 template <int ABOVE> __device__ __forceinline__ float byte_above(uint32_t bytes, int i) {
     if (ABOVE == 1 << 23) return __uint_as_float(__byte_perm(bytes, 0x4b00u, 0x5440 + i));
-    return byte_above_128(bytes, above_128(i));
+    return __uint_as_float(__byte_perm(bytes, 0x4300u, 0x5044 + i * 0x100)); // the byte between 0x43 and zeros
 }
 
 // What rows count in a group, and what is taken from them: a byte for each row.

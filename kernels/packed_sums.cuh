@@ -57,14 +57,14 @@ template <class S> struct WarpScales {
         if (!S::SCALE_SUMS && S::SPAN == 16) from += lane % 4 / 2 * WARP * NUMBERS * 4;
         keep(row), keep(first), keep(to), keep(from);
     }
-    // In between two __syncwarp. `offset`: what is there for a code of 0, of sums of code_bias in the place of 1.
+    // In between two __syncwarp. `offset`: what SumScales says of sums, else the weight of code 0.
     __device__ __forceinline__ void put(int span, float scale, float offset) {
         unsigned char* place = shared + span * WARP * NUMBERS * 4 + to;
         if constexpr (!S::SCALE_SUMS && !OFFSETS)
             *reinterpret_cast<uint2*>(place) = two_bf16(scale);
         else if constexpr (NUMBERS == 2)
             *reinterpret_cast<float2*>(place) =
-                make_float2(scale, S::SCALE_SUMS ? offset : offset - R::NUMBER_BIAS * scale);
+                S::SCALE_SUMS ? make_float2(scale, offset) : for_numbers<S::F>(make_float2(scale, offset));
         else
             *reinterpret_cast<float*>(place) = scale;
     }
@@ -88,7 +88,7 @@ private:
     }
 };
 
-// Those of Q4_K, Q5_K and Q6_K; exact.
+// Those of Q4_K, Q5_K and Q6_K; of sums they are exact.
 template <class S> struct CountedScales : WarpScales<S> {
     using All = WarpScales<S>;
     using R = RowOf<S::F>;
@@ -133,7 +133,7 @@ template <class S> struct CountedScales : WarpScales<S> {
     }
 };
 
-// Those of all other rows; exact but NVFP4's, which are rounded to f32.
+// Those of all other rows; of sums they are exact but NVFP4's, which are rounded to f32.
 template <class S> struct UnpackedScales : WarpScales<S> {
     using All = WarpScales<S>;
     using R = RowOf<S::F>;

@@ -210,8 +210,8 @@ __device__ __forceinline__ float2 scales_f32(uint32_t scales, bool f16) {
                : make_float2(low_f32(scales), high_f32(scales));
 }
 
-// A number as the sum of two bf16 numbers, each in both halves of a word: exact of bf16 and f16 numbers, and to 16
-// bits.
+// A number as the sum of two bf16 numbers, each in both halves of a word: 16 bits of it or more, which is all of a bf16
+// or f16 number.
 __device__ __forceinline__ uint2 two_bf16(float x) {
     const uint32_t high = pack_bf16(x, x);
     const float rest = x - low_f32(high);

@@ -30,8 +30,8 @@ pub(crate) const EXPERT_TILES: [usize; 5] = [8, 16, 32, 64, 128];
 /// The same of dense weights.
 const TILES: [usize; 4] = [16, 32, 64, 128]; // all but the first
 
-/// From so many tokens of an expert on, on average, blocks that stay are faster on Hopper than tiles; measured on an H100
-/// and an H200. `None`: there are none.
+/// From so many tokens of an expert on, on average, blocks that stay are faster on Hopper than tiles; measured on an
+/// H200. `None`: there are none.
 fn persistent_from(precision: Precision) -> Option<usize> {
     match precision {
         Precision::Bf16 | Precision::Tq1_0 => None,
@@ -151,13 +151,22 @@ impl ExpertKernels {
         }
     }
 
+    /// From so many tokens of an expert on, on average, blocks stay: for both matrices or for neither, because tiles
+    /// write and read `h` as it lies. What one of them loses while it has few tokens is less than what the other gains.
+    fn persistent_from(&self, device: &DeviceInfo) -> Option<usize> {
+        let from = self.gate.persistent_from.zip(self.down.persistent_from).filter(|_| device.has_wgmma());
+        from.map(|(gate, down)| gate.min(down))
+    }
+
+    /// Whether blocks stay for some number of tokens.
+    pub(crate) fn may_stay(&self, device: &DeviceInfo) -> bool {
+        self.persistent_from(device).is_some()
+    }
+
     /// Those for experts with so many tokens on average.
     pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> Grouped {
         let (gate, down) = (&self.gate, &self.down);
-        // Of both or of neither: tiles write h as it lies.
-        let persistent_from = gate.persistent_from.zip(down.persistent_from).filter(|_| device.has_wgmma());
-        let persistent_from = persistent_from.map(|(gate, down)| gate.min(down));
-        if persistent_from.is_some_and(|from| tokens_of_an_expert >= from) {
+        if self.persistent_from(device).is_some_and(|from| tokens_of_an_expert >= from) {
             return Grouped::Persistent([gate.persistent(tokens_of_an_expert), down.persistent(tokens_of_an_expert)]);
         }
         let i = suited(tokens_of_an_expert, device.has_wgmma());
@@ -198,7 +207,8 @@ impl CudaBackend {
         let (kernel, grid) = match linear.few.iter().find(|kernel| p.tokens <= kernel.tile[0]) {
             Some(kernel) => (*kernel, [rows, 1, 1]),
             None => {
-                let kernel = linear.many[suited(p.tokens / 2, self.cuda.info.has_wgmma()).saturating_sub(1)];
+                let i = suited(p.tokens / 2, self.cuda.info.has_wgmma()).saturating_sub(1); // TILES lacks the first
+                let kernel = linear.many[i];
                 (kernel, [rows.div_ceil(BLOCK_TILES), p.tokens.div_ceil(kernel.tile[0]), 1])
             }
         };
@@ -210,6 +220,8 @@ impl CudaBackend {
 
 #[cfg(test)]
 mod tests {
+    use moebius_cache::pack::{ExpertKind, ExpertPrecision};
+
     use super::*;
 
     #[test]
@@ -249,5 +261,27 @@ mod tests {
             assert_eq!(tiles(&found.gate.persistent), expected, "{precision}");
             assert_eq!(tiles(&found.down.persistent), expected, "{precision}");
         }
+    }
+    #[test]
+    fn matrices_stay_together() {
+        let stays = |gate, down, capability, tokens| {
+            let layout = ExpertKind::Gated.layout(256, 256, ExpertPrecision { gate, down }).expect("an expert");
+            let device = DeviceInfo {
+                name: String::new(),
+                capability,
+                multiprocessors: 1,
+                shared_bytes: 0,
+                total_bytes: 0,
+                free_bytes: 0,
+            };
+            let found = ExpertKernels::of(&layout, |_| Address::NULL).grouped(&device, tokens);
+            matches!(found, Grouped::Persistent(_))
+        };
+        let (hopper, ampere, int4, int8) = ((9, 0), (8, 0), Precision::int4(128), Precision::int8(64));
+        assert!(stays(Precision::Q4K, Precision::Q6K, hopper, 1));
+        assert!(!stays(Precision::Q4K, Precision::Q6K, ampere, 100), "there is no wgmma");
+        assert!(!stays(Precision::Q4K, Precision::Bf16, hopper, 100), "BF16 has no such kernels");
+        assert!(stays(Precision::Q4K, int8, hopper, 1), "tiles of Q4_K would cost more");
+        assert!(!stays(int4, int8, hopper, 11) && stays(int4, int8, hopper, 12) && !stays(int4, int4, hopper, 14));
     }
 }

@@ -1,5 +1,6 @@
 //! Products of experts that are in VRAM, for good or in passing: as they are read, or sorted by expert and in tiles
-//! (kernels/experts_gemv.cu, experts_sort.cu, experts_gemm.cu, experts_persistent.cuh).
+//! (kernels/experts_gemv.cu, experts_sort.cu, experts_deal.cu, experts_gemm.cu,
+//! experts_persistent.cuh).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -95,16 +96,18 @@ impl Products {
             let found = grids.iter().find(|(grid, _)| *grid == of);
             found.map_or(Address::NULL, |(_, words)| words.address())
         };
+        let kernels: Vec<_> = shape.layouts.iter().map(|layout| ExpertKernels::of(layout, grid)).collect();
+        let deal = kernels.iter().any(|kernels| kernels.may_stay(&cuda.info));
         Ok(Self {
             layout,
-            kernels: shape.layouts.iter().map(|layout| ExpertKernels::of(layout, grid)).collect(),
+            kernels,
             epilogue,
             experts,
             blocks: cuda.info.multiprocessors.saturating_sub(beside).max(1),
             pair_slot: DeviceBuffer::new(cuda, pairs)?,
             offsets: DeviceBuffer::new(cuda, experts + 1)?,
             tiles: DeviceBuffer::new(cuda, 4 * (pairs / EXPERT_TILES[0] + experts + 1))?,
-            dealt: DeviceBuffer::new(cuda, if cuda.info.has_wgmma() { sizes.tokens * layout.gate.k } else { 0 })?,
+            dealt: DeviceBuffer::new(cuda, if deal { sizes.tokens * layout.gate.k } else { 0 })?,
             h: DeviceBuffer::new(cuda, pairs * layout.down.k)?,
             y: DeviceBuffer::new(cuda, pairs * layout.down.n)?,
             cuda: cuda.clone(),

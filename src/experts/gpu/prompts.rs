@@ -163,7 +163,7 @@ impl Prompts {
         cuda.wait(&cuda.compute, &self.sums[sum].given);
         launch!(cuda, &cuda.compute, kernels::clear, [(batch.tokens * hidden).div_ceil(ROW_NUMBERS), 1, 1];
             out, (batch.tokens * hidden) as i64);
-        let most = self.pairs / batch.top_k;
+        let most = (self.pairs / batch.top_k).min(self.x.len() / hidden);
         for first in (0..batch.tokens).step_by(most) {
             let tokens = most.min(batch.tokens - first);
             let from = |address: u64, each: usize| address + (first * each) as u64;
