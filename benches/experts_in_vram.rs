@@ -46,22 +46,6 @@ fn shape(name: &str) -> Shape {
     Shape { name: "random", hidden, intermediate, experts, top_k }
 }
 
-/// Different experts for each token, as they come.
-fn at_random(shape: &Shape, tokens: usize) -> Vec<i32> {
-    let mut state = 1;
-    let mut ids = Vec::with_capacity(tokens * shape.top_k);
-    for _ in 0..tokens {
-        let first = ids.len();
-        while ids.len() < first + shape.top_k {
-            let id = ((common::uniform(&mut state) + 1.0) / 2.0 * shape.experts as f32) as i32;
-            if id < shape.experts as i32 && !ids[first..].contains(&id) {
-                ids.push(id);
-            }
-        }
-    }
-    ids
-}
-
 /// Those choices on the device.
 fn routing(b: &CudaBackend, shape: &Shape, ids: &[i32]) -> Result<CudaRouting> {
     let tokens = ids.len() / shape.top_k;
@@ -100,8 +84,9 @@ fn main() -> Result<()> {
     let costs = CostModel { cpu_bytes: 1e9, cpu_products: 1e18, pcie_bytes: 1e9 };
     let mut experts = GpuExperts::new(b.cuda().clone(), &heap, cpu, sizes, costs, Forced::default())?;
 
+    let mut state = 1;
     let chosen: Vec<i32> = match argument("ids", "").as_str() {
-        "" => at_random(&shape, layers * most),
+        "" => common::routing(layers * most, &shape, &mut state).ids,
         file => {
             let bytes = std::fs::read(file).unwrap_or_else(|e| panic!("{file}: {e}"));
             bytes.chunks_exact(4).map(|id| i32::from_le_bytes([id[0], id[1], id[2], id[3]])).collect()
@@ -113,7 +98,6 @@ fn main() -> Result<()> {
         let routings = chosen.chunks_exact(most * shape.top_k).map(|ids| routing(&b, &shape, &ids[..of_layer]));
         let routings = routings.collect::<Result<Vec<_>>>()?;
         let (x, mut out) = (b.tensor(tokens, shape.hidden)?, b.tensor_f32(tokens, shape.hidden)?);
-        let mut state = 1;
         let numbers: Vec<bf16> =
             (0..tokens * shape.hidden).map(|_| bf16::from_f32(common::uniform(&mut state))).collect();
         b.cuda().upload(&b.cuda().compute, x.bf16(), &numbers);

@@ -67,9 +67,9 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
     static constexpr int CONSUMERS = CONSUMERS_, THREADS = (CONSUMERS + 1) * WARPGROUP, WARP_TILES = 2,
                          BAND_TILES = CONSUMERS * 4 * WARP_TILES;
     static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = STAGES_, K = 64;
-    static constexpr bool SCALE_SUMS = TOKENS <= SUM_TOKENS, WGMMA = !SCALE_SUMS, DEALT = WGMMA, K_TYPE = is_k_type(F),
-                          F16_SCALES = !is_row(F) && Lines<F>::F16_SCALES, // if the launch says so
-        ONE_LOOP = TOKENS > 96;                                            // two want too many registers
+    static constexpr bool SCALE_SUMS = TOKENS <= SUM_TOKENS, WGMMA = !SCALE_SUMS, DEALT = WGMMA, K_TYPE = is_k_type(F);
+    // If the launch says so; a loop for each of both wants too many registers with the most columns.
+    static constexpr bool F16_SCALES = !is_row(F) && Lines<F>::F16_SCALES, ONE_LOOP = TOKENS > 96;
     // Columns that suffice for some pieces, and steps to more that do.
     static constexpr int FEWEST = SCALE_SUMS ? 8
         : TOKENS > 96                        ? 96

@@ -8,8 +8,8 @@
 #include "packed_sums.cuh"
 
 #ifdef HAS_WGMMA
-// The weights of a lane in one block of one of the warp's tiles: rows 2g and 2g + 1. TWO: scales as
-// they lie may be f16, which are two numbers, and an instruction more for two weights.
+// The weights of a lane in one block of one of the warp's tiles: rows 2g and 2g + 1. TWO: scales as they lie may be
+// f16, which are two numbers, and an instruction more for two weights.
 template <class S, bool TWO> struct DealtWeights {
     static constexpr Format F = S::F;
     static constexpr bool ROW = is_row_value<F>;

@@ -242,8 +242,8 @@ fn naive(store: &ExpertCache, layer: usize, x: &[f32], routing: &Routing) -> Vec
 }
 
 /// Rounded to bf16, 0.42 of a rounding in the mean each: scaled weights of gate, up and down, `h` and, before they are
-/// added up, the experts' results, of which few are many times the mean; what moves a gate counts up to 1.5 times.
-const ROUNDED: Within = Within { each: ROUNDING, of_rms: 12.0 * ROUNDING, rms: 1.25 * ROUNDING };
+/// added up, the experts' results; what moves a gate counts up to 1.5 times.
+const ROUNDED: Within = Within { each: 0.0, of_rms: 12.0 * ROUNDING, rms: 1.25 * ROUNDING };
 
 fn check_all(format: (Precisions, usize, usize), tokens: &[usize]) {
     let (precision, hidden, intermediate) = format;
@@ -311,7 +311,7 @@ fn pieces_of_rows() {
         check_store(
             &store(hidden, intermediate, precision),
             &precision.into(),
-            &[5, 30, 43, 80, 130, 300],
+            &[5, 30, 43, 80, 130, 260],
             &[Place::Vram],
         );
     }
@@ -322,7 +322,7 @@ fn pieces_of_rows() {
     let counted = [Precision::Q3K, Precision::Iq4Xs];
     let with_lines_behind = [Precision::Iq1S, Precision::Iq1M, Precision::Iq2S, Precision::Iq3S];
     for precision in counted.into_iter().chain(with_lines_behind) {
-        check_store(&store(512, 256, precision), &precision.into(), &[30, 70, 130, 300], &[Place::Vram]);
+        check_store(&store(512, 256, precision), &precision.into(), &[30, 70, 130, 260], &[Place::Vram]);
     }
     for precision in [Precision::Nvfp4, Precision::uint4(64), Precision::fp8(64)] {
         check_store(&store(576, 320, precision), &precision.into(), &[30, 70], &[Place::Vram]);

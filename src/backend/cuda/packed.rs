@@ -262,6 +262,7 @@ mod tests {
             assert_eq!(tiles(&found.down.persistent), expected, "{precision}");
         }
     }
+
     #[test]
     fn matrices_stay_together() {
         let stays = |gate, down, capability, tokens| {

@@ -1,5 +1,5 @@
-//! Products of experts that are in VRAM, for good or in passing: as they are read, or sorted by expert and in tiles
-//! (kernels/experts_gemv.cu, experts_sort.cu, experts_deal.cu, experts_gemm.cu,
+//! Products of experts that are in VRAM, for good or in passing: as they are read, or sorted by expert and in tiles or
+//! by blocks that stay (kernels/experts_gemv.cu, experts_sort.cu, experts_gemm.cu, experts_deal.cu,
 //! experts_persistent.cuh).
 
 use std::ops::Range;
