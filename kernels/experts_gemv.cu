@@ -6,23 +6,27 @@
 //             pair = token * top_k + slot; pairs not computed here are left alone
 //   down      out[token, hidden] += sum_slot down_e h[pair] + weight[pair] * bias_e, f32, one writer; what stands in
 //             `out` does not count if this is `over` it. Where `ranks` are several, `out` is their sum (rank_sum.cuh):
-//             tokens * hidden <= FEW_NUMBERS
+//             tokens * hidden <= FEW_NUMBERS. Its blocks have MIN_DOWN_WARPS to DOWN_WARPS
 //
 // A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. ids and weights [tokens, top_k]; x,
 // h bf16; out f32; top_k <= MAX_TOP_K. The products of a tile run on the tensor cores (packed_gemv.cuh).
 // `experts`, and what `down` reads of the routing, is read before the kernel in front has ended: that one must not
 // write `experts`, and gate_up must stand between `down` and the kernel that wrote ids and weights. `down_at`: where
-// down begins in an expert, in bytes. hidden and intermediate: multiples of 32 and of the group or super-block, for
-// bf16 of 8.
+// down begins in an expert, in bytes. tokens <= VECTORS. hidden and intermediate: multiples of 32 and of the group or
+// super-block, for bf16 of 8.
 //
-//   experts_gate_up_gemv_{row of PACKED_FORMATS}   grid (ceil(rows of gate / TILE_ROWS), tokens * top_k)
-//   experts_down_gemv_{row of PACKED_FORMATS}      grid (ceil(hidden / TILE_ROWS), ceil(tokens / VECTORS))
+//   experts_gate_up_gemv_{row of DENSE_FORMATS or EXPERT_FORMATS}   grid (ceil(rows of gate / TILE_ROWS), tokens *
+//   top_k) experts_down_gemv_{row of DENSE_FORMATS or EXPERT_FORMATS}      grid (ceil(hidden / TILE_ROWS))
 #include "epilogue.cuh"
 #include "packed_gemv.cuh"
 #include "rank_sum.cuh"
 
-constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = 512,
-              DOWN_WARPS = DOWN_THREADS / WARP, MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_PAIRS = VECTORS * MAX_TOP_K;
+constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_WARPS = 16, MIN_DOWN_WARPS = 4,
+              MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_PAIRS = VECTORS * MAX_TOP_K;
+static_assert(MIN_DOWN_WARPS * WARP >= MAX_PAIRS && MIN_DOWN_WARPS * WARP >= VECTORS * TILE_ROWS,
+    "a thread for each pair, and for each number that is written");
+// As many threads of `down` have all registers of a multiprocessor.
+constexpr int DOWN_THREADS = 512, DOWN_THREADS_OF_SPANS = 768;
 
 constexpr int least(int a, int b) { return a < b ? a : b; }
 
@@ -89,16 +93,10 @@ __device__ __forceinline__ void gate_up(const int* ids, const float* weights, co
     const uint32_t tile_bytes = tile_bytes_of<F>(hidden, packing).all;
     const uint8_t *tiles = expert + (size_t)2 * blockIdx.x * tile_bytes, *tile = tiles + warp % 2 * tile_bytes;
     const bf16* row = own.of_input < 0 ? nullptr : x + (size_t)(own.of_input / top_k) * hidden;
-    float sum[1][4];
-    constexpr int STEP = GATE_UP_WARPS / 2;
-    const int first = warp / 2;
-    gemv_units<F, 1, DEPTH, true>(
-        TileUnits<F, STEP, DEPTH>(tile, first, hidden, packing), units_of(div_ceil(hidden, UNIT), first, STEP), hidden,
-        packing, [&](int n, int) { return Input{row, first + n * STEP}; }, [] {}, inputs[warp], own.count > 1, sum);
-    if (lane < WARP / 2) {
-#pragma unroll
-        for (int r = 0; r < 4; r++) part[warp][vector_of_sum()][lane / 4 * 4 + r] = sum[0][r];
-    }
+    UnitSums sums[1] = {};
+    gemv_tile<F, 1, GATE_UP_WARPS / 2, DEPTH, true>(
+        tile, warp / 2, hidden, packing, [&](int) { return row; }, [] {}, inputs[warp], own.count > 1, sums);
+    put_sums(sums[0], part[warp]);
     __syncthreads();
     const int at = threadIdx.x % TILE_ROWS, tile_of = threadIdx.x / TILE_ROWS;
     if (epilogue.activation.form == RELU_SQUARED) { // both tiles are of up, one behind the other
@@ -173,71 +171,86 @@ __device__ __forceinline__ int choose(
     return place(MAX_PAIRS - 1) + (int)(chosen.firsts[MAX_PAIRS / WARP - 1] >> (WARP - 1));
 }
 
-template <Format F, int DEPTH>
+// Of the units of a tile of all chosen experts, one behind the other, a warp has `count` from `first` on.
+template <Format F> struct ExpertUnits {
+    const uint64_t* expert;
+    size_t tile_at;
+    int units, k, shift, count;
+    uint32_t codes;
+    int u;
+    const uint8_t* tile;
+
+    __device__ __forceinline__ ExpertUnits(
+        const Chosen& chosen, size_t tile_at, int first, int count, int k, const Packing& packing)
+        : tile_at(tile_at), units(div_ceil(k, UNIT)), k(k), shift(shift_of_group(packing)), count(count),
+          codes(tile_bytes_of<F>(k, packing).scales) {
+        expert = chosen.expert + first / units, u = first % units;
+        look();
+    }
+    __device__ __forceinline__ void load(Unit<F>& unit, int) {
+        load_unit<F>(unit, unit_place<F>(tile, u, k, shift, codes));
+        if (++u < units) return;
+        u = 0, expert++;
+        look();
+    }
+    __device__ __forceinline__ void look() { tile = reinterpret_cast<const uint8_t*>(*expert + tile_at); }
+    __device__ __forceinline__ void next() {}
+};
+
+template <Format F>
 __device__ __forceinline__ void down(const int* ids, const float* weights, const uint64_t* experts, const bf16* h,
     float* out, int tokens, int hidden, int intermediate, const Packing& packing, int down_at, int num_experts,
     int top_k, const Epilogue& epilogue, int over, const RankSum& ranks) {
     __shared__ float part[DOWN_WARPS][VECTORS][TILE_ROWS];
-    __shared__ uint4 inputs[DOWN_WARPS][DEPTH * WARP];
     __shared__ Chosen chosen;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int first_token = blockIdx.y * VECTORS, here = min(tokens - first_token, VECTORS);
-    const size_t first_pair = (size_t)first_token * top_k;
-    const int count = choose(chosen, ids + first_pair, experts, here * top_k, top_k, num_experts);
+    // The same in all lanes, as the compiler sees, so that branches are the warp's.
+    const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARP, 0), warps = blockDim.x / WARP;
+    const int count = __shfl_sync(ALL_LANES, choose(chosen, ids, experts, tokens * top_k, top_k, num_experts), 0);
     if (count == 0 && !over && ranks.ranks <= 1) {
         begin_kernel();
         return;
     }
     const size_t tile_at = down_at + (size_t)blockIdx.x * tile_bytes_of<F>(intermediate, packing).all;
-    const bf16* rows = h + first_pair * intermediate;
-    const int units = div_ceil(intermediate, UNIT);
-    const bool several = here > 1;
-    // Of the units of all experts, one behind the other, a warp has those from `first` on.
-    struct ExpertUnits {
-        const uint64_t* expert;
-        const size_t tile_at;
-        const int units, k, shift, count;
-        const uint32_t codes;
-        int u;
-        const uint8_t* tile;
-        __device__ __forceinline__ void load(Unit<F>& unit, int) {
-            load_unit<F>(unit, unit_place<F>(tile, u, k, shift, codes));
-            if (++u < units) return;
-            u = 0, expert++;
-            look();
+    auto row_of = [&](int c, int v) {
+        const uint8_t pair = chosen.pair[c][v];
+        return pair == Chosen::NOBODY ? nullptr : h + (size_t)pair * intermediate;
+    };
+    constexpr int DEPTH = Occupancy<F>::DOWN_DEPTH;
+    UnitSums sums[1] = {};
+    with_span<F>(packing, [&](auto span) {
+        constexpr int SPAN = decltype(span)::value;
+        const int spans = div_ceil(intermediate, SPAN * UNIT), all = count * spans;
+        const int first = all * warp / warps, own = all * (warp + 1) / warps - first;
+        if constexpr (SPAN == 1) {
+            __shared__ uint4 inputs[DOWN_WARPS][DEPTH * WARP];
+            const bool several = tokens > 1;
+            const float per_unit = 1.0f / spans;
+            auto x_of = [&](int n, int) {
+                // By the middle of the unit: far from the next expert, whatever is rounded.
+                const int i = first + n, c = (int)((i + 0.5f) * per_unit);
+                return Input{row_of(c, several ? vector_of_input() : 0), i - c * spans};
+            };
+            gemv_units<F, 1, SPAN, DEPTH, true>(ExpertUnits<F>(chosen, tile_at, first, own, intermediate, packing), own,
+                intermediate, packing, x_of, begin_kernel, inputs[warp], several, sums);
+        } else {
+            gemv_run<F, SPAN, DEPTH>(
+                [&](int c) { return reinterpret_cast<const uint8_t*>(chosen.expert[c] + tile_at); },
+                [&](int c) { return row_of(c, vector_of_input()); }, first, own, intermediate, packing, begin_kernel,
+                sums[0]);
         }
-        __device__ __forceinline__ void look() { tile = reinterpret_cast<const uint8_t*>(*expert + tile_at); }
-        __device__ __forceinline__ void next() {}
-    };
-    const int all = count * units, first = all * warp / DOWN_WARPS, own = all * (warp + 1) / DOWN_WARPS - first;
-    ExpertUnits of_warp{chosen.expert + first / units, tile_at, units, intermediate, shift_of_group(packing), own,
-        tile_bytes_of<F>(intermediate, packing).scales, first % units, nullptr};
-    of_warp.look();
-    const float per_unit = 1.0f / units;
-    auto x_of = [&](int n, int) {
-        // By the middle of the unit: far from the next expert, whatever is rounded.
-        const int i = first + n, c = (int)((i + 0.5f) * per_unit);
-        const uint8_t pair = chosen.pair[c][several ? vector_of_input() : 0];
-        return Input{pair == Chosen::NOBODY ? nullptr : rows + (size_t)pair * intermediate, i - c * units};
-    };
-    float sum[1][4];
-    gemv_units<F, 1, DEPTH, true>(of_warp, own, intermediate, packing, x_of, begin_kernel, inputs[warp], several, sum);
-    if (lane < WARP / 2) {
-#pragma unroll
-        for (int r = 0; r < 4; r++) part[warp][vector_of_sum()][lane / 4 * 4 + r] = sum[0][r];
-    }
+    });
+    put_sums(sums[0], part[warp]);
     __syncthreads();
     const int v = threadIdx.x / TILE_ROWS, at = threadIdx.x % TILE_ROWS, to = blockIdx.x * TILE_ROWS + at;
-    const bool writes = v < here && to < hidden;
-    const size_t number = (size_t)(first_token + v) * hidden + to;
+    const bool writes = v < tokens && to < hidden;
+    const size_t number = (size_t)v * hidden + to;
     float total = 0.0f;
     if (writes) {
         if (epilogue.down)
             for (int p = v * top_k; p < (v + 1) * top_k; p++)
-                if (chosen.id[p] >= 0)
-                    total += weights[first_pair + p] * epilogue.down[(size_t)chosen.id[p] * hidden + to];
-#pragma unroll
-        for (int w = 0; w < DOWN_WARPS; w++) total += part[w][v][at];
+                if (chosen.id[p] >= 0) total += weights[p] * epilogue.down[(size_t)chosen.id[p] * hidden + to];
+#pragma unroll 4
+        for (int w = 0; w < warps; w++) total += part[w][v][at];
         if (!over) total += out[number];
     }
     total = sum_of_ranks(ranks, (int)number, total, writes);
@@ -252,14 +265,17 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     const int *ids, const float *weights, const uint64_t *experts, const bf16 *h, float *out, int tokens, int hidden,  \
         int intermediate, int down_at, int num_experts, int top_k, const __grid_constant__ Packing packing,            \
         const __grid_constant__ Epilogue epilogue, int over, const __grid_constant__ RankSum ranks
-#define GEMV(format, F)                                                                                                \
+#define GEMV(format, F, THREADS)                                                                                       \
     KERNEL_BLOCKS(                                                                                                     \
         experts_gate_up_gemv_##format, GATE_UP_THREADS, Occupancy<F>::GATE_UP_BLOCKS, 0, EXPERTS_GATE_UP_ARGUMENTS) {  \
         gate_up<F, Occupancy<F>::GATE_UP_DEPTH>(                                                                       \
             ids, weights, experts, x, h, hidden, intermediate, packing, num_experts, top_k, epilogue);                 \
     }                                                                                                                  \
-    KERNEL(experts_down_gemv_##format, DOWN_THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                      \
-        down<F, Occupancy<F>::DOWN_DEPTH>(ids, weights, experts, h, out, tokens, hidden, intermediate, packing,        \
-            down_at, num_experts, top_k, epilogue, over, ranks);                                                       \
+    KERNEL(experts_down_gemv_##format, THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                           \
+        down<F>(ids, weights, experts, h, out, tokens, hidden, intermediate, packing, down_at, num_experts, top_k,     \
+            epilogue, over, ranks);                                                                                    \
     }
-PACKED_FORMATS(GEMV)
+#define SPAN_GEMV(format, F) GEMV(format, F, DOWN_THREADS_OF_SPANS)
+#define UNIT_GEMV(format, F) GEMV(format, F, DOWN_THREADS)
+DENSE_FORMATS(SPAN_GEMV)
+EXPERT_FORMATS(UNIT_GEMV)

@@ -7,11 +7,19 @@
 // columns for each vector: block 0 and block 1 of its inputs. Of the sums, lanes g < 4 take those of the first, the
 // others of the second: four vectors to an instruction, and lane (g, t) ends with rows 4q .. 4q + 3 of vector t over
 // its blocks. Codes meet the activations as integers; scales are applied to the sums, in f32, and offsets to the sums
-// of the inputs.
+// of the inputs. Units that lie in one group of scales are a span, and summed before they are scaled.
 #pragma once
 #include "packed_rows.cuh"
 
 constexpr int UNIT = 64, EIGHTS = UNIT / 8;
+
+// Calls act(Constant<units of a span>).
+template <Format F, class Act> __device__ __forceinline__ void with_span(const Packing& packing, Act act) {
+    if constexpr (F == INT4 || F == INT8) {
+        if (packing.group >= 2 * UNIT) return act(Constant<2>{});
+    }
+    act(Constant<1>{});
+}
 
 // Vectors to an instruction, and which of them a lane reads the inputs of and ends with the sums of.
 constexpr int VECTORS = 4;
@@ -60,17 +68,17 @@ __device__ __forceinline__ auto unit_place(const uint8_t* tile, int u, int k, in
         return LinePlace<F>{tile + lines, tile + ((block * K_BLOCK >> shift) * 32 + g % 4 * 8)};
     }
 }
-// What lies so many bytes of lines and of scales behind a place.
+// What lies so many bytes of lines and of scales behind a place; the scales of what is no row only if it `has_scales`.
 template <Format F, class Place>
 __device__ __forceinline__ void load_unit(
-    Unit<F>& unit, const Place& at, uint32_t lines_on = 0, uint32_t scales_on = 0) {
+    Unit<F>& unit, const Place& at, uint32_t lines_on = 0, uint32_t scales_on = 0, bool has_scales = true) {
     if constexpr (is_row(F)) {
         load_row_unit<F, Unit<F>::PARTS>(unit, at, lines_on, scales_on);
     } else {
 #pragma unroll
         for (int i = 0; i < Unit<F>::LOADS; i++)
             unit.lines[i] = load_streaming(reinterpret_cast<const uint4*>(at.lines + lines_on + i * LINE_BYTES));
-        if constexpr (F != BF16) unit.scales = __ldg(reinterpret_cast<const uint2*>(at.scales + scales_on));
+        if (F != BF16 && has_scales) unit.scales = __ldg(reinterpret_cast<const uint2*>(at.scales + scales_on));
     }
 }
 
@@ -101,10 +109,11 @@ __device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, cons
 // chosen once, at the end.
 using UnitSums = float[4][2];
 
-// sum[set][r][b] += (row 4q + r of the unit) . inputs[set] of block b
-template <Format F, int SETS>
-__device__ __forceinline__ void multiply_unit(
-    const Unit<F>& unit, const uint4 (&inputs)[SETS], bool f16, const uint32_t* grid, UnitSums (&sum)[SETS]) {
+// sum[set][r][b] += (row 4q + r of a span's units) . inputs[unit][set] of their block b
+template <Format F, int SETS, int SPAN>
+__device__ __forceinline__ void multiply_span(
+    const Unit<F>* units, const uint4 (&inputs)[SPAN][SETS], bool f16, const uint32_t* grid, UnitSums (&sum)[SETS]) {
+    const Unit<F>& unit = units[0];
     constexpr int PARTS = Unit<F>::PARTS;
     constexpr bool OFFSETS = Unit<F>::OFFSETS;
     float2 scale[PARTS][4]; // and offset
@@ -131,28 +140,35 @@ __device__ __forceinline__ void multiply_unit(
         for (int s = 0; s < SETS; s++)
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
-                uint32_t first[2], second[2];
-                of_part(inputs[s], part, first, second);
 #pragma unroll
                 for (int c = 0; c < 4; c++) all[s][part][c] = 0.0f;
-                mma_bf16(all[s][part], ones, first);
-                mma_bf16(all[s][part], ones, second);
+#pragma unroll
+                for (int u = 0; u < SPAN; u++) {
+                    uint32_t first[2], second[2];
+                    of_part(inputs[u][s], part, first, second);
+                    mma_bf16(all[s][part], ones, first);
+                    mma_bf16(all[s][part], ones, second);
+                }
             }
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        uint32_t a[2][4];
-        unit_operand<F>(unit, half, grid, a);
+        uint32_t a[SPAN][2][4];
+#pragma unroll
+        for (int u = 0; u < SPAN; u++) unit_operand<F>(units[u], half, grid, a[u]);
 #pragma unroll
         for (int s = 0; s < SETS; s++)
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
-                uint32_t first[2], second[2];
-                of_part(inputs[s], part, first, second);
                 float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
                 if constexpr (F == INT4) c[0] = c[2] = -136.0f * all[s][0][0], c[1] = c[3] = -136.0f * all[s][0][1];
-                mma_bf16(c, a[0], first);
-                mma_bf16(c, a[1], second);
+#pragma unroll
+                for (int u = 0; u < SPAN; u++) {
+                    uint32_t first[2], second[2];
+                    of_part(inputs[u][s], part, first, second);
+                    mma_bf16(c, a[u][0], first);
+                    mma_bf16(c, a[u][1], second);
+                }
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float2 by = scale[part][2 * half + i / 2];
@@ -176,26 +192,28 @@ __device__ __forceinline__ uint4 load_input(const Input& of, int k) {
     return of.x && at < k ? *reinterpret_cast<const uint4*>(of.x + at) : make_uint4(0, 0, 0, 0);
 }
 
-// Of `units`, those that warp `first` of `step` has.
+// Of `units`, or spans, those that warp `first` of `step` has.
 __device__ __forceinline__ int units_of(int units, int first, int step) {
     return max(0, (units - first + step - 1) / step);
 }
 
-// What gemv_units reads, DEPTH units at a time: load(unit, d) brings the d-th of them, in their order, next() goes on
-// to those behind. `count`: units in which a lane has a block; inputs of the others are zero.
+// What a warp reads, DEPTH units at a time: load(unit, d) brings the d-th of them, in their order, next() goes on to
+// those behind. `count`: units in which a lane has a block; inputs of the others are zero.
 //
-// Here they are every STEP-th unit of a tile from `first` on. A step is of whole groups and super-blocks, so that a
-// lane goes on by as many bytes each time.
-template <Format F, int STEP, int DEPTH> struct TileUnits {
-    static constexpr int INPUTS = STEP * UNIT;
-    static_assert(INPUTS % 256 == 0, "super-blocks have 256 inputs, groups up to 128");
-    static constexpr int LINES_STEP = INPUTS / 256 * Unit<F>::LINES_OF_256;
+// Here they are every STEP-th span of a tile from `first` on. A lane goes on by as many bytes each time: a step of rows
+// is of whole groups and super-blocks.
+template <Format F, int STEP, int DEPTH, int SPAN> struct TileUnits {
+    static constexpr int INPUTS = STEP * SPAN * UNIT;
+    static_assert(!is_row(F) || INPUTS % 256 == 0, "super-blocks have 256 inputs, groups up to 128");
+    static_assert(DEPTH % SPAN == 0, "whole spans are on their way");
+    static constexpr int LINES_OF_UNIT = Unit<F>::LINES_OF_256 / (256 / UNIT),
+                         LINES_STEP = INPUTS / UNIT * LINES_OF_UNIT;
     decltype(unit_place<F>(nullptr, 0, 0, 0, 0)) at;
     uint32_t scales_step = 0;
     int count;
 
     __device__ __forceinline__ TileUnits(const uint8_t* tile, int first, int k, const Packing& packing)
-        : at(unit_place<F>(tile, first, k, shift_of_group(packing), tile_bytes_of<F>(k, packing).scales)) {
+        : at(unit_place<F>(tile, SPAN * first, k, shift_of_group(packing), tile_bytes_of<F>(k, packing).scales)) {
         if constexpr (is_row(F)) {
             using R = RowOf<F>;
             if constexpr (R::HAS_SUPER_BLOCKS)
@@ -207,25 +225,38 @@ template <Format F, int STEP, int DEPTH> struct TileUnits {
         } else if (F != BF16) {
             scales_step = (INPUTS >> shift_of_group(packing)) * 32;
         }
-        const int blocks = div_ceil(k, K_BLOCK), of_second = threadIdx.x % WARP / (WARP / 2);
-        count = units_of((blocks + 1 - of_second) / 2, first, STEP);
+        // A span is whole, but a unit may lack its second block.
+        const int blocks = div_ceil(k, K_BLOCK), of_second = SPAN == 1 ? threadIdx.x % WARP / (WARP / 2) : 0;
+        count = SPAN * units_of((blocks + 2 * SPAN - 1 - of_second) / (2 * SPAN), first, STEP);
     }
     __device__ __forceinline__ void load(Unit<F>& unit, int d) {
-        load_unit<F>(unit, at, d * LINES_STEP, is_row(F) ? d * scales_step : 0);
+        load_unit<F>(
+            unit, at, d / SPAN * LINES_STEP + d % SPAN * LINES_OF_UNIT, is_row(F) ? d * scales_step : 0, d % SPAN == 0);
         // A step that is not known when this is compiled: sums cost less than products.
-        if (!is_row(F)) at.go_on(0, scales_step);
+        if (!is_row(F) && d % SPAN == SPAN - 1) at.go_on(0, scales_step);
     }
-    __device__ __forceinline__ void next() { at.go_on(DEPTH * LINES_STEP, is_row(F) ? DEPTH * scales_step : 0); }
+    __device__ __forceinline__ void next() { at.go_on(DEPTH / SPAN * LINES_STEP, is_row(F) ? DEPTH * scales_step : 0); }
 };
+
+// Rows 4q .. 4q + 3 of the vectors, to where those of the warp are.
+__device__ __forceinline__ void put_sums(const UnitSums& sums, float (&part)[VECTORS][TILE_ROWS]) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const float own = lane < WARP / 2 ? sums[r][0] : sums[r][1];
+        const float sum = own + __shfl_xor_sync(ALL_LANES, own, WARP / 2);
+        if (lane < WARP / 2) part[vector_of_sum()][lane / 4 * 4 + r] = sum;
+    }
+}
 
 // The sums of a warp over `count` units, DEPTH of them on their way at a time. x_of(n, set): of the n-th one this
 // lane's vector of a set of VECTORS. Unless there are `several` vectors, all lanes have the same. ready() is called
 // once, when the first weights are on their way and before any x is read. All warps of the block come here. SHARED:
 // inputs go through `inputs` of the warp, [SETS][DEPTH][WARP] in shared memory; else L1 has them soon, as many blocks
 // read the same.
-template <Format F, int SETS, int DEPTH, bool SHARED, class Units, class X, class Ready>
+template <Format F, int SETS, int SPAN, int DEPTH, bool SHARED, class Units, class X, class Ready>
 __device__ __forceinline__ void gemv_units(Units units, int count, int k, const Packing& packing, X x_of, Ready ready,
-    uint4* inputs, bool several, float (&sum)[SETS][4]) {
+    uint4* inputs, bool several, UnitSums (&sums)[SETS]) {
     constexpr int GRID_WORDS = Unit<F>::GRID_WORDS;
     __shared__ uint32_t grid[GRID_WORDS ? GRID_WORDS : 1];
     copy_grid(grid, packing.grid, GRID_WORDS);
@@ -244,7 +275,6 @@ __device__ __forceinline__ void gemv_units(Units units, int count, int k, const 
     constexpr int RUNS = WARP / EIGHTS; // of DEPTH units of one vector
     const int stride = several ? WARP : EIGHTS, room = several ? DEPTH : RUNS * DEPTH, own = lane % stride;
     const uint4* here = inputs;
-    UnitSums both[SETS] = {};
 #pragma unroll 1
     for (int n = 0, run = 0; n < count; n += DEPTH) {
         if (SHARED && run == 0) {
@@ -266,23 +296,100 @@ __device__ __forceinline__ void gemv_units(Units units, int count, int k, const 
         run = several || run + 1 == RUNS ? 0 : run + 1;
         const int left = count - n, behind = units.count - n - DEPTH;
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
+        for (int d = 0; d < DEPTH; d += SPAN) {
             if (d >= left) break;
-            uint4 eight[SETS];
+            uint4 eight[SPAN][SETS];
 #pragma unroll
-            for (int s = 0; s < SETS; s++)
-                eight[s] = SHARED ? here[s * DEPTH * WARP + d * stride] : load_input(x_of(n + d, s), k);
-            multiply_unit<F, SETS>(unit[d], eight, f16, grid, both);
-            if (d < behind) units.load(unit[d], d);
+            for (int u = 0; u < SPAN; u++)
+#pragma unroll
+                for (int s = 0; s < SETS; s++)
+                    eight[u][s] =
+                        SHARED ? here[s * DEPTH * WARP + (d + u) * stride] : load_input(x_of(n + d + u, s), k);
+            multiply_span<F, SETS, SPAN>(unit + d, eight, f16, grid, sums);
+#pragma unroll
+            for (int u = 0; u < SPAN; u++)
+                if (d + u < behind) units.load(unit[d + u], d + u);
         }
         here += DEPTH * stride;
         units.next();
     }
+}
+
+// The same over every STEP-th span of a tile from `first` on; row_of(set) is this lane's vector.
+template <Format F, int SETS, int STEP, int DEPTH, bool SHARED, class X, class Ready>
+__device__ __forceinline__ void gemv_tile(const uint8_t* tile, int first, int k, const Packing& packing, X row_of,
+    Ready ready, uint4* inputs, bool several, UnitSums (&sums)[SETS]) {
+    with_span<F>(packing, [&](auto span) {
+        constexpr int SPAN = decltype(span)::value;
+        gemv_units<F, SETS, SPAN, DEPTH, SHARED>(
+            TileUnits<F, STEP, DEPTH, SPAN>(tile, first, k, packing),
+            SPAN * units_of(div_ceil(k, SPAN * UNIT), first, STEP), k, packing,
+            [&](int n, int set) { return Input{row_of(set), SPAN * (first + n / SPAN * STEP) + n % SPAN}; }, ready,
+            inputs, several, sums);
+    });
+}
+
+// The same over a run of spans of several tiles, one behind the other: `count` from `first` on. tile_of(c) is the c-th
+// tile and row_of(c) this lane's vector for it, or null. Here inputs stay in registers. What has spans is no row.
+template <Format F, int SPAN, int DEPTH, class Tile, class Row, class Ready>
+__device__ __forceinline__ void gemv_run(
+    Tile tile_of, Row row_of, int first, int count, int k, const Packing& packing, Ready ready, UnitSums& sums) {
+    const bool f16 = Lines<F>::F16_SCALES && packing.f16;
+    const int spans = div_ceil(k, SPAN * UNIT);
+    using Units = TileUnits<F, 1, DEPTH, SPAN>;
+    // Weights are a round ahead, which may be of the next tile: what is left of the run, and of the tile.
+    int c = first / spans, start = first % spans, to_load = count, behind, rounds;
+    auto units_here = [&] {
+        const int here = min(spans - start, to_load);
+        to_load -= here;
+        Units units(tile_of(c), start, k, packing);
+        behind = min(units.count, SPAN * here), rounds = div_ceil(SPAN * here, DEPTH);
+        return units;
+    };
+    Units units = units_here();
+    auto next = [&] {
+        units.next();
+        behind -= DEPTH;
+        if (--rounds > 0) return;
+        behind = 0, start = 0, c++;
+        if (to_load > 0) units = units_here();
+    };
+    Unit<F> unit[DEPTH] = {};
 #pragma unroll
-    for (int s = 0; s < SETS; s++)
+    for (int d = 0; d < DEPTH; d++)
+        if (d < behind) units.load(unit[d], d);
+    next();
+    ready();
+    int of_input = first / spans, from = first % spans, to_go = count;
+    Input input{count ? row_of(of_input) : nullptr, SPAN * from};
+    uint4 eight[SPAN][1];
+    auto bring = [&] {
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const float own = lane < WARP / 2 ? both[s][r][0] : both[s][r][1];
-            sum[s][r] = own + __shfl_xor_sync(ALL_LANES, own, WARP / 2);
+        for (int u = 0; u < SPAN; u++) eight[u][0] = load_input(Input{input.x, input.u + u}, k);
+    };
+    bring();
+#pragma unroll 1
+    for (; to_go > 0; from = 0) {
+        const int here = min(spans - from, to_go);
+        to_go -= here;
+#pragma unroll 1
+        for (int left = SPAN * here; left > 0; left -= DEPTH) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; d += SPAN) {
+                if (d < left) {
+                    uint4 own[SPAN][1];
+#pragma unroll
+                    for (int u = 0; u < SPAN; u++) own[u][0] = eight[u][0];
+                    input.u += SPAN;
+                    if (d + SPAN == left && to_go > 0) input = Input{row_of(++of_input), 0};
+                    bring();
+                    multiply_span<F, 1, SPAN>(unit + d, own, f16, nullptr, reinterpret_cast<UnitSums(&)[1]>(sums));
+                }
+#pragma unroll
+                for (int u = 0; u < SPAN; u++)
+                    if (d + u < behind) units.load(unit[d + u], d + u);
+            }
+            next();
         }
+    }
 }

@@ -56,29 +56,24 @@ constexpr int GEMV_THREADS = 256, GEMV_WARPS = GEMV_THREADS / WARP;
 template <Format F, int SETS, int DEPTH>
 __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const bf16* x, void* y, const float* bias,
     int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags) {
-    __shared__ float part[GEMV_WARPS][VECTORS * SETS][TILE_ROWS];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    __shared__ float part[GEMV_WARPS][SETS][VECTORS][TILE_ROWS];
+    const int warp = threadIdx.x / WARP;
     const uint8_t* tile = weights + (size_t)blockIdx.x * tile_bytes<F>(k, group);
-    auto x_of = [&](int n, int s) {
+    auto row_of = [&](int s) {
         const int token = VECTORS * s + vector_of_input();
-        return Input{token < tokens ? x + (size_t)token * x_pitch : nullptr, warp + n * GEMV_WARPS};
+        return token < tokens ? x + (size_t)token * x_pitch : nullptr;
     };
-    const Packing packing{nullptr, F, group, 0};
-    float sum[SETS][4];
-    gemv_units<F, SETS, DEPTH, false>(TileUnits<F, GEMV_WARPS, DEPTH>(tile, warp, k, packing),
-        units_of(div_ceil(k, UNIT), warp, GEMV_WARPS), k, packing, x_of, begin_kernel, nullptr, true, sum);
-    if (lane < 16) {
+    UnitSums sums[SETS] = {};
+    gemv_tile<F, SETS, GEMV_WARPS, DEPTH, false>(
+        tile, warp, k, Packing{nullptr, F, group, 0}, row_of, begin_kernel, nullptr, true, sums);
 #pragma unroll
-        for (int s = 0; s < SETS; s++)
-#pragma unroll
-            for (int r = 0; r < 4; r++) part[warp][VECTORS * s + vector_of_sum()][lane / 4 * 4 + r] = sum[s][r];
-    }
+    for (int s = 0; s < SETS; s++) put_sums(sums[s], part[warp][s]);
     __syncthreads();
     const int row = blockIdx.x * TILE_ROWS + threadIdx.x % TILE_ROWS, token = threadIdx.x / TILE_ROWS;
     if (token >= tokens || token >= VECTORS * SETS || row >= n) return;
     float total = bias ? bias[row] : 0.0f;
 #pragma unroll
-    for (int w = 0; w < GEMV_WARPS; w++) total += part[w][token][threadIdx.x % TILE_ROWS];
+    for (int w = 0; w < GEMV_WARPS; w++) total += part[w][token / VECTORS][token % VECTORS][threadIdx.x % TILE_ROWS];
     const size_t to = (size_t)token * y_pitch + row;
     if (flags & Y_IS_BF16) {
         bf16* out = static_cast<bf16*>(y) + to;

@@ -62,7 +62,7 @@ __device__ __forceinline__ int shift_of_group(const Packing& packing) {
 }
 
 // Every format that kernels are made for; Rust finds them by these names (src/backend/cuda/packed.rs). A row of
-// PACKED_FORMATS makes the products of few tokens:
+// DENSE_FORMATS and EXPERT_FORMATS, which experts alone have, make the products of few tokens:
 //
 //   ROW(name, Format)
 //
@@ -100,8 +100,7 @@ __device__ __forceinline__ int shift_of_group(const Packing& packing) {
     ROW(tq2_0, TQ2_0)                                                                                                  \
     ROW(fp8, FP8)                                                                                                      \
     ROW(fp8_f32, FP8_F32)
-#define PACKED_FORMATS(ROW)                                                                                            \
-    DENSE_FORMATS(ROW)                                                                                                 \
+#define EXPERT_FORMATS(ROW)                                                                                            \
     ROW(mxfp4, MXFP4)                                                                                                  \
     ROW(bf16, BF16)                                                                                                    \
     PACKED_ROWS(ROW)

@@ -435,8 +435,9 @@ static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, uns
     unsigned shared, Stream* s, void** parameters, bool early) {
     if (own_device < 0 || of(s).device != own_device) return INVALID_CONTEXT;
     if (gx == 0 || gy == 0 || gz == 0 || gy > 65535 || gz > 65535 || shared > SHARED) return INVALID_VALUE;
-    if (bx * by * bz != k->threads) {
-        fprintf(stderr, "kernel %s is for %u threads and was given %u\n", k->name, k->threads, bx * by * bz);
+    const unsigned threads = bx * by * bz;
+    if (threads == 0 || threads > k->threads || threads % 32) {
+        fprintf(stderr, "kernel %s is for %u threads and was given %u\n", k->name, k->threads, threads);
         return INVALID_VALUE;
     }
     // Parameters are copied now, as a driver does.
@@ -458,10 +459,10 @@ static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, uns
                 for (unsigned x = 0; x < gx && error == SUCCESS; x++) {
                     const BlockEnd end = run_block(launch, dim3{x, y, z});
                     if (end.failed) error = ILLEGAL_ADDRESS;
-                    if (end.failed || !early || end.waits == k->threads) continue;
+                    if (end.failed || !early || end.waits == threads) continue;
                     fprintf(stderr,
                         "kernel %s was let begin early, and %u of its %u threads waited for the one in front of it\n",
-                        k->name, end.waits, k->threads);
+                        k->name, end.waits, threads);
                     abort();
                 }
     });

@@ -25,10 +25,13 @@ mod contract {
 }
 pub(crate) use contract::*;
 
+/// Threads of a warp.
+const WARP: usize = 32;
+
 /// One kernel, as its file declares it; `A` are the types of its parameters, in order.
 pub(crate) struct Kernel<A> {
     pub(crate) name: &'static str,
-    threads: u32,             // of a block
+    threads: u32,             // of a block, at most
     shared_bytes: [usize; 2], // of dynamic shared memory, without and with `DeviceInfo::has_wgmma`
     /// What tells it from others of its family: its file says what the numbers are.
     pub(crate) tile: [usize; 3],
@@ -46,6 +49,17 @@ impl<A> Copy for Kernel<A> {}
 impl<A> Kernel<A> {
     const fn new(name: &'static str, threads: u32, shared_bytes: [usize; 2], tile: [usize; 3]) -> Self {
         Self { name, threads, shared_bytes, tile, arguments: PhantomData }
+    }
+
+    /// Warps of a block, at most.
+    pub(crate) fn warps(&self) -> usize {
+        self.threads as usize / WARP
+    }
+
+    /// With smaller blocks, which its file must allow.
+    pub(crate) fn with_warps(self, warps: usize) -> Self {
+        assert!((1..=self.warps()).contains(&warps), "{} has blocks of up to {} warps", self.name, self.warps());
+        Self { threads: (warps * WARP) as u32, ..self }
     }
 
     /// Blocks that shared memory lets run on a multiprocessor at once, the system's 1 KiB of each counted.

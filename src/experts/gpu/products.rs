@@ -8,20 +8,22 @@ use std::sync::Arc;
 use half::bf16;
 use moebius_cache::pack::{CodeType, ExpertLayout, Grid};
 
-use super::Sizes;
 use super::admissions::ADMIT_BLOCKS;
 use super::epilogue::DeviceEpilogue;
 use super::parts::COPY_BLOCKS;
+use super::{FEW_TOKENS, Sizes};
 use crate::Result;
 use crate::backend::cuda::packed::{EXPERT_TILES, ExpertKernels, Grouped, takes_dealt};
 use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::kernels::Kernel;
 use crate::cuda::kernels::experts_deal::DEAL_THREADS;
 use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
-use crate::cuda::kernels::experts_gemv::VECTORS;
+use crate::cuda::kernels::experts_gemv::{DOWN_WARPS, MIN_DOWN_WARPS, VECTORS};
 use crate::cuda::kernels::{Packing, RankSum};
 use crate::cuda::{ALONE, Address, Cuda, CudaStream, DeviceBuffer, kernels, launch};
 use crate::experts::ExpertShape;
+
+const _: () = assert!(FEW_TOKENS <= VECTORS, "the kernels of few tokens take no more");
 
 /// What the products need beside weights and tokens.
 pub(super) struct Products {
@@ -138,7 +140,9 @@ impl Products {
         let Choices { layer, tokens, top_k, ids, weights } = choices;
         let (hidden, intermediate) = (self.layout.gate.k, self.layout.down.k);
         let kernels = &self.kernels[layer];
-        launch!(self.cuda, stream, kernels.down.few, [hidden.div_ceil(TILE_ROWS), tokens.div_ceil(VECTORS), 1];
+        let (tiles, down) = (hidden.div_ceil(TILE_ROWS), kernels.down.few);
+        let warps = down_warps(down.warps(), tiles, self.cuda.info.multiprocessors);
+        launch!(self.cuda, stream, down.with_warps(warps), [tiles, 1, 1];
             ids, weights, table, self.h.address(), out, tokens as i32, hidden as i32, intermediate as i32,
             kernels.down_at, self.experts as i32, top_k as i32, kernels.down.packing, self.epilogue.of(layer),
             i32::from(over), sum);
@@ -217,6 +221,16 @@ impl Products {
     }
 }
 
+/// Warps of a block of `down` for few tokens, which multiplies one of `tiles`. `most` warps have all registers of a
+/// multiprocessor, which as many blocks share as end soonest, if each takes that much longer. A block alone has
+/// `DOWN_WARPS`: few enough to begin beside the last block of gate_up, too many for a second one beside it, by which some
+/// multiprocessors would have two and others none.
+fn down_warps(most: usize, tiles: usize, multiprocessors: usize) -> usize {
+    let time = |blocks: &usize| tiles.div_ceil(blocks * multiprocessors) * blocks;
+    let blocks = (1..=3).rev().min_by_key(time).unwrap_or(1);
+    (most / blocks).clamp(MIN_DOWN_WARPS, DOWN_WARPS)
+}
+
 /// The grids of all layers' codes, each once.
 fn grids(cuda: &Arc<Cuda>, layouts: &[ExpertLayout]) -> Result<Vec<(Grid, DeviceBuffer<u32>)>> {
     let mut found = Vec::<(Grid, DeviceBuffer<u32>)>::new();
@@ -233,4 +247,19 @@ fn grids(cuda: &Arc<Cuda>, layouts: &[ExpertLayout]) -> Result<Vec<(Grid, Device
         found.push((grid, words));
     }
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_of_down_fill_multiprocessors_evenly() {
+        // Of 128, 256, 320 and 448 tiles one, two, three and two share a multiprocessor.
+        let warps = |most| [128, 256, 320, 448].map(|tiles| down_warps(most, tiles, 132));
+        assert_eq!((warps(24), warps(16)), ([16, 12, 8, 12], [16, 8, 5, 8]));
+        for tiles in 1..1024 {
+            assert!(down_warps(16, tiles, 4) >= MIN_DOWN_WARPS, "{tiles} tiles");
+        }
+    }
 }
