@@ -15,8 +15,10 @@
 // down begins in an expert, in bytes. tokens <= VECTORS. hidden and intermediate: multiples of 32 and of the group or
 // super-block, for bf16 of 8.
 //
-//   experts_gate_up_gemv_{row of DENSE_FORMATS or EXPERT_FORMATS}   grid (ceil(rows of gate / TILE_ROWS), tokens *
-//   top_k) experts_down_gemv_{row of DENSE_FORMATS or EXPERT_FORMATS}      grid (ceil(hidden / TILE_ROWS))
+// Of each format, a row of DENSE_FORMATS or EXPERT_FORMATS:
+//
+//   experts_gate_up_gemv_{format}   grid (ceil(rows of gate / TILE_ROWS), tokens * top_k)
+//   experts_down_gemv_{format}      grid (ceil(hidden / TILE_ROWS))
 #include "epilogue.cuh"
 #include "packed_gemv.cuh"
 #include "rank_sum.cuh"
@@ -25,7 +27,8 @@ constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOW
               MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_PAIRS = VECTORS * MAX_TOP_K;
 static_assert(MIN_DOWN_WARPS * WARP >= MAX_PAIRS && MIN_DOWN_WARPS * WARP >= VECTORS * TILE_ROWS,
     "a thread for each pair, and for each number that is written");
-// As many threads of `down` have all registers of a multiprocessor.
+// As many threads of `down` have all registers of a multiprocessor, of formats that may have spans more than a block
+// may have: that bounds registers, and lets several small blocks share them.
 constexpr int DOWN_THREADS = 512, DOWN_THREADS_OF_SPANS = 768;
 
 constexpr int least(int a, int b) { return a < b ? a : b; }
@@ -236,7 +239,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
             gemv_run<F, SPAN, DEPTH>(
                 [&](int c) { return reinterpret_cast<const uint8_t*>(chosen.expert[c] + tile_at); },
                 [&](int c) { return row_of(c, vector_of_input()); }, first, own, intermediate, packing, begin_kernel,
-                sums[0]);
+                sums);
         }
     });
     put_sums(sums[0], part[warp]);

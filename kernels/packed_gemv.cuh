@@ -7,7 +7,7 @@
 // columns for each vector: block 0 and block 1 of its inputs. Of the sums, lanes g < 4 take those of the first, the
 // others of the second: four vectors to an instruction, and lane (g, t) ends with rows 4q .. 4q + 3 of vector t over
 // its blocks. Codes meet the activations as integers; scales are applied to the sums, in f32, and offsets to the sums
-// of the inputs. Units that lie in one group of scales are a span, and summed before they are scaled.
+// of the inputs. Units of INT4 and INT8 that lie in one group of scales are a span, and summed before they are scaled.
 #pragma once
 #include "packed_rows.cuh"
 
@@ -333,7 +333,7 @@ __device__ __forceinline__ void gemv_tile(const uint8_t* tile, int first, int k,
 // tile and row_of(c) this lane's vector for it, or null. Here inputs stay in registers. What has spans is no row.
 template <Format F, int SPAN, int DEPTH, class Tile, class Row, class Ready>
 __device__ __forceinline__ void gemv_run(
-    Tile tile_of, Row row_of, int first, int count, int k, const Packing& packing, Ready ready, UnitSums& sums) {
+    Tile tile_of, Row row_of, int first, int count, int k, const Packing& packing, Ready ready, UnitSums (&sums)[1]) {
     const bool f16 = Lines<F>::F16_SCALES && packing.f16;
     const int spans = div_ceil(k, SPAN * UNIT);
     using Units = TileUnits<F, 1, DEPTH, SPAN>;
@@ -383,7 +383,7 @@ __device__ __forceinline__ void gemv_run(
                     input.u += SPAN;
                     if (d + SPAN == left && to_go > 0) input = Input{row_of(++of_input), 0};
                     bring();
-                    multiply_span<F, 1, SPAN>(unit + d, own, f16, nullptr, reinterpret_cast<UnitSums(&)[1]>(sums));
+                    multiply_span<F, 1, SPAN>(unit + d, own, f16, nullptr, sums);
                 }
 #pragma unroll
                 for (int u = 0; u < SPAN; u++)

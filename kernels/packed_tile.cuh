@@ -61,8 +61,8 @@ __device__ __forceinline__ int shift_of_group(const Packing& packing) {
     return packing.group ? 31 - __clz(packing.group) : 0;
 }
 
-// Every format that kernels are made for; Rust finds them by these names (src/backend/cuda/packed.rs). A row of
-// DENSE_FORMATS and EXPERT_FORMATS, which experts alone have, make the products of few tokens:
+// Every format that kernels are made for; Rust finds them by these names (src/backend/cuda/packed.rs). Rows of
+// DENSE_FORMATS, and of EXPERT_FORMATS, which experts alone have, make the products of few tokens:
 //
 //   ROW(name, Format)
 //

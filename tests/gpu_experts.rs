@@ -360,7 +360,14 @@ fn few_tokens_of_long_rows() {
         check(precision, 768 + more, 256, &[3]);
     }
     // More units than have room in shared memory at a time; in `down`, warps whose units are of several experts.
-    for (precision, long, short) in [(Precision::int4(32), 4128, 32), (Precision::Q5K, 2304, 256)] {
+    // Groups of 128 are spans: of 35 and 11 of them rounds and tiles end anywhere in a warp's run.
+    let long_rows = [
+        (Precision::int4(32), 4128, 32),
+        (Precision::Q5K, 2304, 256),
+        (Precision::int4(128), 4480, 128),
+        (Precision::int8(128), 1408, 128),
+    ];
+    for (precision, long, short) in long_rows {
         check(precision, long, short, &[1, 4]);
         check(precision, short, long, &[1, 4]);
     }

@@ -437,7 +437,7 @@ static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, uns
     if (gx == 0 || gy == 0 || gz == 0 || gy > 65535 || gz > 65535 || shared > SHARED) return INVALID_VALUE;
     const unsigned threads = bx * by * bz;
     if (threads == 0 || threads > k->threads || threads % 32) {
-        fprintf(stderr, "kernel %s is for %u threads and was given %u\n", k->name, k->threads, threads);
+        fprintf(stderr, "kernel %s is for up to %u threads and was given %u\n", k->name, k->threads, threads);
         return INVALID_VALUE;
     }
     // Parameters are copied now, as a driver does.

@@ -222,12 +222,12 @@ impl Products {
 }
 
 /// Warps of a block of `down` for few tokens, which multiplies one of `tiles`. `most` warps have all registers of a
-/// multiprocessor, which as many blocks share as end soonest, if each takes that much longer. A block alone has
-/// `DOWN_WARPS`: few enough to begin beside the last block of gate_up, too many for a second one beside it, by which some
-/// multiprocessors would have two and others none.
+/// multiprocessor, which as many blocks of at least 8 share as end soonest, if each takes that much longer. A block
+/// alone has `DOWN_WARPS`. Where that leaves registers, it begins beside the last block of gate_up, but no second one
+/// does beside it, by which some multiprocessors would have two and others none.
 fn down_warps(most: usize, tiles: usize, multiprocessors: usize) -> usize {
     let time = |blocks: &usize| tiles.div_ceil(blocks * multiprocessors) * blocks;
-    let blocks = (1..=3).rev().min_by_key(time).unwrap_or(1);
+    let blocks = (1..=most / 8).rev().min_by_key(time).unwrap_or(1);
     (most / blocks).clamp(MIN_DOWN_WARPS, DOWN_WARPS)
 }
 
@@ -255,11 +255,8 @@ mod tests {
 
     #[test]
     fn blocks_of_down_fill_multiprocessors_evenly() {
-        // Of 128, 256, 320 and 448 tiles one, two, three and two share a multiprocessor.
+        // Of 128, 256, 320 and 448 tiles one, two, three and two share a multiprocessor, or at most two.
         let warps = |most| [128, 256, 320, 448].map(|tiles| down_warps(most, tiles, 132));
-        assert_eq!((warps(24), warps(16)), ([16, 12, 8, 12], [16, 8, 5, 8]));
-        for tiles in 1..1024 {
-            assert!(down_warps(16, tiles, 4) >= MIN_DOWN_WARPS, "{tiles} tiles");
-        }
+        assert_eq!((warps(24), warps(16)), ([16, 12, 8, 12], [16, 8, 16, 8]));
     }
 }
