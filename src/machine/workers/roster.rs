@@ -304,12 +304,14 @@ mod tests {
         let change = |change: &dyn Fn(&mut Roster)| {
             change(&mut team.roster.lock().unwrap());
         };
-        let rest = |seat| change(&|roster| roster.relieve(&team.state, &team.seats, seat, Instant::now()));
+        // However long a dispatch takes, nobody has rested for long enough to come back by being longest.
+        let now = Instant::now();
+        let rest = |seat| change(&|roster| roster.relieve(&team.state, &team.seats, seat, now));
         let back = |seat: usize| {
             while team.state.posts[seat].0.resting.get() == 0 {
                 std::thread::yield_now();
             }
-            change(&|roster| roster.bring_back(&team.state, &team.seats, seat, Instant::now()));
+            change(&|roster| roster.bring_back(&team.state, &team.seats, seat, now));
         };
         for _ in 0..20 {
             rest(2);
