@@ -25,8 +25,7 @@ mod contract {
 }
 pub(crate) use contract::*;
 
-/// Threads of a warp.
-const WARP: usize = 32;
+use self::contract::experts_gemv::WARP;
 
 /// One kernel, as its file declares it; `A` are the types of its parameters, in order.
 pub(crate) struct Kernel<A> {
