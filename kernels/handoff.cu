@@ -4,8 +4,8 @@
 //
 //   publish  writes the tokens' hidden states (bf16) and routing into mapped pinned memory, then counts `down` up
 //            and counts what was chosen in used [experts]
-//   fetch    waits for the host to bring `up` to the same count, then adds what it wrote (f32): x[t] += y[t]. `sent`,
-//            if not null, is a number of the host's that it brings to `limit`, for kernels that follow
+//   fetch    waits for the host to bring `up` to the same count, then adds what it wrote (f32): x[t] += y[t]. Its first
+//            blocks copy experts into VRAM meanwhile (admissions.cuh)
 //
 //   take     on a GPU that holds experts for this one: waits for what was published, copies it, and clears y
 //   give     writes the sum of its experts (f32) back, then brings `up` to the same count, for a fetch
@@ -13,9 +13,8 @@
 //   foretell writes a guess of a later layer's `choices` experts there, but for those in VRAM. Nobody waits for it, and
 //            nothing but time depends on it
 //
-// A few tokens need one block, which leaves the other multiprocessors to the graph's other branch. An expert in VRAM
-// (`resident[id]` is an address) is published as ~id, one that this GPU reads over its link as id + BY_LINK: the CPU
-// skips both.
+// A few tokens need one block. An expert in VRAM (`resident[id]` is an address) is published as ~id, one that this GPU
+// reads over its link as id + BY_LINK: the CPU skips both.
 //
 // Between two GPUs both wait. Where `stop`, if there is one, is not 0, one has failed: nobody waits any longer.
 //
@@ -25,7 +24,7 @@
 //   words    (and rows_words) units of 16 bytes
 //
 //   grid (blocks)
-#include "common.cuh"
+#include "admissions.cuh"
 
 constexpr int HANDOFF_THREADS = 1024;
 
@@ -145,14 +144,14 @@ KERNEL(foretell, WARP, 0, const int* ids, const uint64_t* resident, int choices,
 }
 
 KERNEL(fetch, HANDOFF_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y, float* x, int words,
-    const uint32_t* sent, uint32_t* limit, const uint32_t* stop) {
+    const uint32_t* stop, const __grid_constant__ AdmissionRing ring) {
     begin_kernel();
+    const int admit = blocks_that_admit(ring), block = (int)blockIdx.x - admit, blocks = (int)gridDim.x - admit;
+    if (block < 0) return admit_pieces<HANDOFF_THREADS>(ring, blockIdx.x);
     if (threadIdx.x == 0) wait_until(up, *count, stop);
     __syncthreads();
-    // While the others read.
-    if (sent && blockIdx.x == 0 && threadIdx.x == HANDOFF_THREADS - 1) *limit = load_acquire_system(sent);
     float4* to = reinterpret_cast<float4*>(x);
-    for (int i = blockIdx.x * HANDOFF_THREADS + threadIdx.x; i < words; i += gridDim.x * HANDOFF_THREADS) {
+    for (int i = block * HANDOFF_THREADS + threadIdx.x; i < words; i += blocks * HANDOFF_THREADS) {
         const uint4 y = load_uncached(host_y + i);
         float4 v = to[i];
         v.x += __uint_as_float(y.x), v.y += __uint_as_float(y.y), v.z += __uint_as_float(y.z),

@@ -7,8 +7,7 @@
 //                 as num_ids. Where `ring` is null, nothing reaches the host
 //   fetch_rows    waits for the host to bring `up` to the slot's count, then copies what it wrote, after adding `here`
 //                 to it if that is not null: then all is bf16 and `here` f32. Where `host_y` is null, the host was
-//                 given nothing. `sent`, if not null, is a number of the host's that it brings to `limit`, for kernels
-//                 that follow
+//                 given nothing. Its first blocks copy experts into VRAM meanwhile (admissions.cuh)
 //   take_choices  writes for experts on the device which expert each id means, -1 for none, and the weights
 //
 // A record has RECORD_WORDS words:
@@ -23,7 +22,7 @@
 // The host does not write `head`, `count` and `arrived`; `arrived` is 0 between launches.
 //
 //   grid (blocks)
-#include "common.cuh"
+#include "admissions.cuh"
 
 constexpr int STREAM_THREADS = 1024;
 constexpr int RECORD_WORDS = 8;
@@ -91,14 +90,14 @@ __device__ __forceinline__ uint32_t add_bf16(uint32_t pair, float low, float hig
 }
 
 KERNEL(fetch_rows, STREAM_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y,
-    const float4* here, uint4* out, int words, const uint32_t* sent, uint32_t* limit) {
+    const float4* here, uint4* out, int words, const __grid_constant__ AdmissionRing ring) {
     begin_kernel();
+    const int admit = blocks_that_admit(ring), block = (int)blockIdx.x - admit, blocks = (int)gridDim.x - admit;
+    if (block < 0) return admit_pieces<STREAM_THREADS>(ring, blockIdx.x);
     if (threadIdx.x == 0 && host_y)
         while ((int)(load_acquire_system(up) - *count) < 0) pause_ns(40);
     __syncthreads();
-    // While the others read.
-    if (sent && blockIdx.x == 0 && threadIdx.x == STREAM_THREADS - 1) *limit = load_acquire_system(sent);
-    for (int i = blockIdx.x * STREAM_THREADS + threadIdx.x; i < words; i += gridDim.x * STREAM_THREADS) {
+    for (int i = block * STREAM_THREADS + threadIdx.x; i < words; i += blocks * STREAM_THREADS) {
         uint4 y = host_y ? load_uncached(host_y + i) : make_uint4(0, 0, 0, 0);
         if (here) {
             const float4 a = here[2 * i], b = here[2 * i + 1];

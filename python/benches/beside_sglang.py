@@ -259,7 +259,7 @@ def step_of(events):
         for event in work:
             if begin <= event["ts"] < end:
                 name = event["name"]
-                who = "waits" if name == "fetch_rows" else "copies" if name == "admit" else None
+                who = "waits" if name == "fetch_rows" else None
                 who = who or ("moebius" if ours.fullmatch(name) else "sglang")
                 marks += [(event["ts"], 1, who), (min(event["ts"] + event["dur"], end), -1, who)]
                 names[name][0] += event["dur"]
@@ -267,7 +267,7 @@ def step_of(events):
         shares, running, last = collections.Counter(), collections.Counter(), begin
         for at, change, who in sorted(marks):
             # Of what runs at the same time, the first of these.
-            busy = next((who for who in ("sglang", "moebius", "waits", "copies") if running[who] > 0), "nothing")
+            busy = next((who for who in ("sglang", "moebius", "waits") if running[who] > 0), "nothing")
             shares[busy] += (at - last) / 1000
             running[who] += change
             last = at

@@ -225,8 +225,8 @@ class MoE:
     ) -> int:
         """Lets CUDA device ``device`` hold experts of the model in ``pool_bytes`` of its memory, and compute them there
         while the CPU computes the others, in this layer's batches of up to ``tokens`` tokens in bfloat16, recorded into
-        graphs or not. What it holds follows the text: experts that are missed come in beside the layers that follow,
-        those that were least useful go.
+        graphs or not. What it holds follows the text: experts that are missed come in for the steps that follow, those
+        that were least useful go.
 
         Call it for each layer, after :meth:`load_weights` and before anything is recorded. The first call for a model
         takes the memory, and some more for the batches. From then on the layer's ``gpu_experts_mask`` must not change,

@@ -76,6 +76,11 @@ impl CostModel {
         }
     }
 
+    /// Experts that the CPU computes in decode while one is read over the link.
+    pub fn reads_of_link(&self) -> f64 {
+        self.cpu_bytes / (Self::LINK_SHARE * self.pcie_bytes)
+    }
+
     /// Seconds that the CPU takes in decode for the `n` experts in RAM, of `bytes` each, that a layer wants.
     pub fn on_cpu_in_decode(&self, n: f64, bytes: f64) -> f64 {
         Self::HANDOFF_S + n * bytes / self.cpu_bytes

@@ -3,8 +3,8 @@
 //! ```text
 //! recorded passes   the CPU computes experts that are not in VRAM: kernels publish hidden states and routing into
 //!                   memory that both see, and wait for the sum. Of few tokens the GPU reads some of these experts
-//!                   itself, over the link (`over_link`). Beside that, a kernel copies experts that were missing into
-//!                   the slots of others (`experts/pool.rs`), for the steps that follow
+//!                   itself, over the link (`over_link`). While it waits for the sum, experts that were missing come
+//!                   into the slots of others (`experts/pool.rs`), for the steps that follow
 //! other passes      experts cross PCIe as they lie in RAM, on a stream of their own, a layer ahead of the compute
 //!                   stream; the CPU takes the share that lets both end together. Where few experts of a layer are
 //!                   chosen, only those cross, once the routing is known
@@ -19,7 +19,7 @@
 //! parts        what this rank has of every expert
 //! residents    experts that live in VRAM, and the tables of their addresses
 //! ring         experts that pass through VRAM
-//! admissions   experts on their way into VRAM beside a step
+//! admissions   experts on their way into VRAM within a step
 //! over_link    experts in RAM that are read over the link beside the CPU's
 //! board        memory through which the ranks of a pool agree
 //! handoff      the CPU's part, through a mailbox
@@ -36,7 +36,7 @@
 //!
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
 
-mod admissions;
+pub(super) mod admissions;
 mod board;
 mod epilogue;
 mod handoff;
@@ -64,11 +64,10 @@ use super::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory, ExpertShape, FOR
 use crate::Result;
 use crate::backend::Dense as _;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor};
-use crate::cuda::{ALONE, Address, Cuda, Registered};
+use crate::cuda::{ALONE, Address, Cuda, Registered, kernels};
 use crate::machine::heap::Heap;
 use crate::model::Share;
-pub(super) use admissions::Limit;
-use admissions::{Branch, Way};
+use admissions::{Road, Way};
 use epilogue::DeviceEpilogue;
 use handoff::Handoff;
 use holder::{Channel, Holder, Side};
@@ -125,9 +124,9 @@ pub struct GpuExperts {
     sizes: Sizes,
     costs: CostModel,
     forced: Forced,
-    over_link: Option<OverLink>, // `None`: in decode the CPU reads all experts in RAM
-    branch: Option<Branch>,      // `None`: the experts in VRAM stay as they were at the start
-    together: Together,          // behind `branch`, whose kernels use what it has
+    over_link: Option<OverLink>,        // `None`: in decode the CPU reads all experts in RAM
+    admissions: kernels::AdmissionRing, // of memory that `together` has; null: experts in VRAM stay as at the start
+    together: Together,
     residents: Residents,
     ring: Ring,
     products: Products,
@@ -187,7 +186,7 @@ struct Buffers {
     ring: Ring,
     products: Products,
     handoff: Handoff,
-    admissions: (admissions::Road, admissions::Buffers),
+    road: Road,
     over_link: over_link::Buffers,
 }
 
@@ -207,7 +206,7 @@ impl Buffers {
             ring: Ring::new(cuda, shape, half)?,
             products: Products::new(cuda, shape, epilogue, sizes)?,
             handoff: Handoff::new(cuda, heap, shape, sizes)?,
-            admissions: (admissions::Road::new(cuda)?, admissions::Buffers::new(cuda, shape.layers())?),
+            road: Road::new(cuda)?,
             over_link: over_link::Buffers::new(cuda, (shape.layers(), shape.experts), sizes.top_k)?,
         })
     }
@@ -274,7 +273,7 @@ impl GpuExperts {
         let sizes = Sizes { share, ..first.sizes };
         let (rank, way) = Self::begin(cuda, heap, cpu, (sizes, first.costs, first.forced), start)?;
         if way.is_none() {
-            first.branch = None; // nothing comes to one rank alone
+            first.admissions = admissions::NOTHING; // nothing comes to one rank alone
         }
         first.together.add(way);
         Ok(rank)
@@ -304,16 +303,15 @@ impl GpuExperts {
         let memory = cpu.memory().clone();
         let parts = Arc::new(Parts::new(memory.clone(), sizes.share, &registered)?);
         let shape = parts.shape();
-        let Buffers { mut residents, ring, products, handoff, admissions, over_link } =
+        let Buffers { mut residents, ring, products, handoff, road, over_link } =
             Buffers::new(&cuda, heap, (shape, parts.width()), cpu.epilogue(), &sizes)?;
         residents.fill(&parts, together.residency(), |layer| cpu.check_layer(layer))?;
-        let (branch, way) = match (sizes.resident > 0 && parts.are_for_kernels(), admissions) {
-            (true, (road, buffers)) => {
-                let branch = Branch::new(&cuda, &road, buffers)?;
+        let (admissions, way) = match sizes.resident > 0 && parts.are_for_kernels() {
+            true => {
                 let (slots, begin) = residents.slots();
-                (Some(branch), Some(Way::new(parts.clone(), slots, begin, road)))
+                (road.admissions(), Some(Way::new(parts.clone(), slots, begin, road)))
             }
-            (false, _) => (None, None),
+            false => (admissions::NOTHING, None),
         };
         let elsewhere = (sizes.resident + sizes.on_holders) as f64 / shape.experts as f64;
         let wanted = sizes.top_k as f64 * (1.0 - expected_hits(elsewhere));
@@ -332,7 +330,7 @@ impl GpuExperts {
             holders: Vec::new(),
             on_holders: 0,
             residents,
-            branch,
+            admissions,
             sizes,
             costs,
             forced,
@@ -454,28 +452,18 @@ impl GpuExperts {
             }
         }
         let Choices { layer, tokens, top_k, .. } = choices;
-        let branch = self.branch.as_ref().filter(|_| self.cuda.is_rehearsing());
-        let is_last = layer + 1 == self.together.residency().layers();
-        if let (true, Some(branch)) = (is_last && layer > 0, branch) {
-            branch.join(&self.cuda, &self.cuda.compute);
-        }
+        let admissions = if self.cuda.is_rehearsing() { self.admissions } else { admissions::NOTHING };
         for holder in self.holders.iter().filter(|_| hops) {
             holder.fetch(&self.cuda, (layer, tokens * out.cols()), out);
         }
-        match (cpu, branch) {
-            (true, _) => {
-                let limit = branch.map_or(Limit::NONE, |branch| branch.limit(layer));
-                self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), limit, out);
-            }
-            (false, Some(branch)) => branch.take_limit(&self.cuda, layer),
-            (false, None) => {}
-        }
-        if let (false, Some(branch)) = (is_last, branch) {
-            branch.admit(&self.cuda, &self.cuda.compute, layer);
+        match cpu {
+            true => self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), admissions, out),
+            false if !admissions.entries.is_null() => admissions::admit(&self.cuda, admissions),
+            false => {}
         }
         if cpu && !self.cuda.is_recording() {
             let cpu = (&mut self.cpu, self.together.residency());
-            self.handoff.serve(&self.cuda, cpu, layer, tokens, top_k)?;
+            self.handoff.serve(&self.cuda, cpu, layer, (tokens, top_k), |_| {})?;
         }
         Ok(())
     }
@@ -603,25 +591,28 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let layers = decider.pool.residency().layers();
         let (begun, misses) = (Instant::now(), decider.pool.choices().misses);
         self.cpu.begin_step(tokens, self.over_link.as_ref().map_or(0, |over_link| over_link.eighths(tokens)));
+        let link = self.over_link.as_ref().map_or(0.0, OverLink::reads);
         for layer in 0..layers {
             if layer + 1 == layers {
-                // While the device is busy.
+                // While the device is busy. What is sent into these slots is shown in the next step.
                 decider.make_room();
             }
             // All layers, whatever happened in one: the device waits in each.
-            let cpu = (&mut self.cpu, decider.pool.residency());
-            failed = failed.and(self.handoff.serve(&self.cuda, cpu, layer, tokens, self.sizes.top_k));
+            let Decider { pool, admissions, .. } = &mut **decider;
+            let (cpu, batch) = ((&mut self.cpu, pool.residency()), (tokens, self.sizes.top_k));
+            failed =
+                failed.and(self.handoff.serve(&self.cuda, cpu, layer, batch, |ids| admissions.begin_layer(ids, link)));
             if failed.is_ok() {
-                decider.chosen((layer, layers), self.handoff.ids());
+                decider.chosen(layer, self.handoff.ids());
             }
         }
         let seconds = begun.elapsed().as_secs_f32();
         self.cpu.end_step(tokens, seconds);
+        let saved = decider.turn();
         if let Some(over_link) = &mut self.over_link {
             let wanted = (decider.pool.choices().misses - misses) as usize;
-            over_link.took(tokens, (layers, wanted), seconds);
+            over_link.took(tokens, (layers, wanted), (seconds, saved));
         }
-        decider.pool.turn();
         failed
     }
 

@@ -9,7 +9,7 @@
 //! in the step     device: computes the experts in the table, hands others to the CPU, and reads some over the link
 //!                 host:   `chosen` sees a layer's choices, and sends the best of the experts that were missing on
 //!                         their way into slots that were taken out: nobody looks there
-//!                 device: copies what is on its way, beside everything else
+//!                 device: copies what is on its way while it waits for the CPU
 //! ```
 //!
 //! So an expert that is missing is computed from RAM, while its bytes come for the tokens that follow. With several
@@ -29,15 +29,23 @@ use super::residency::{Place, Residency};
 /// Steps after which a choice counts half, and within which a copy must pay.
 const WINDOW: u32 = 32;
 
-/// Experts on their way at a time: the step waits for what is still on its way when it ends. With two, which come as
-/// seldom as one does, steps take a fifth longer (H200, 16 cores).
-const ON_THE_WAY: usize = 1;
+/// The first step: nothing has moved within the window before it. Choices longer ago than that are worth nothing.
+const START: u32 = 16 * WINDOW;
+
+/// Experts on their way at a time: when one has come, the device goes on with the next one. In pools of fewer than
+/// `LARGE` slots only one: a slot that waits holds nothing.
+const ON_THE_WAY: usize = 2;
+const LARGE: usize = 64;
 
 /// Missing experts of this step and the last that are compared.
 const WANTED: usize = 256;
 
 /// What a copy must save: reads of an expert by the CPU.
 const COST: f32 = 1.0;
+
+/// What one more copy saves, as a share of what copies save in the mean: the best come first. With routing that is like
+/// real routing it is a tenth to two fifths.
+pub const NEXT: f32 = 0.33;
 
 /// What is added to the id of an expert that was missing and that the device read over its link: as kernels/handoff.cu
 /// says.
@@ -138,9 +146,12 @@ struct Reads {
 }
 
 impl Reads {
+    /// What was seen long ago counts less, as long as something moves.
     fn fade(&mut self) {
         const KEEP: f32 = 0.99;
-        (self.reads, self.moves) = (KEEP * self.reads, KEEP * self.moves);
+        if self.moves > 1.0 {
+            (self.reads, self.moves) = (KEEP * self.reads, KEEP * self.moves);
+        }
     }
 
     fn mean(self) -> f32 {
@@ -158,27 +169,33 @@ impl Pool {
         sizes.dedup();
         let class_of: Vec<usize> = of_layers.iter().map(|of| sizes.partition_point(|size| size < of)).collect();
         let mut classes: Vec<Class> = sizes.iter().map(|_| Class::default()).collect();
+        let mut uses = vec![Use::default(); residency.layers() * experts];
+        let of_layer = residency.slots() / residency.layers();
         for slot in 0..residency.slots() {
-            let (layer, _) = residency.in_slot(slot).expect("all slots are taken at first");
+            let (layer, expert) = residency.in_slot(slot).expect("all slots are taken at first");
             classes[class_of[layer]].slots.push(slot as u32);
+            // As if tokens had just chosen them, the most popular last.
+            let rank = (slot % of_layer) as u32;
+            let used = &mut uses[layer * experts + expert as usize];
+            (used.count, used.step) = (1.0, START - (1 + rank).min(START));
         }
         let worth = |age: u32| (-(age as f32) / WINDOW as f32).exp2() / (age + 1) as f32;
         Self {
-            uses: vec![Use::default(); residency.layers() * experts],
+            uses,
             residency,
             experts,
             classes,
             class_of,
             wanted: Vec::with_capacity(WANTED),
             on_the_way: Vec::new(),
-            step: WINDOW + 1, // nothing has moved within it
+            step: START,
             sent: 0,
             // As if it paid: the first steps tell.
             came: Reads { reads: 40.0, moves: 10.0 },
             went: Reads { reads: 10.0, moves: 10.0 },
             choices: Choices::default(),
             by_link: 0,
-            worth: (0..16 * WINDOW).map(worth).collect(),
+            worth: (0..=START).map(worth).collect(),
             scored: Vec::new(),
         }
     }
@@ -245,7 +262,8 @@ impl Pool {
                 self.wanted.push(missing);
             }
         }
-        while self.on_the_way.len() - arrived < ON_THE_WAY && (pays || self.sent == 0) {
+        let on_the_way = if self.residency.slots() < LARGE { 1 } else { ON_THE_WAY };
+        while self.on_the_way.len() - arrived < on_the_way && (pays || self.sent == 0) {
             let Some((layer, expert)) = self.take_best_wanted() else { break };
             let Some((slot, of, gone)) = self.classes[self.class_of[layer]].room.pop() else { continue };
             self.uses[layer * self.experts + expert as usize].comes = true;
@@ -276,9 +294,14 @@ impl Pool {
         Some(wanted.swap_remove(best))
     }
 
+    /// Reads of an expert by the CPU that a copy saves.
+    pub fn saves(&self) -> f32 {
+        (self.came.mean() - self.went.mean()).max(0.0)
+    }
+
     /// Whether copies save more reads than they cost.
     fn pays(&self) -> bool {
-        self.came.mean() - self.went.mean() > COST
+        self.saves() > COST
     }
 
     /// The first `n` of the experts on their way have come, and the next step finds them.

@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use super::Choices;
-use super::gpu::Limit;
+use super::gpu::admissions;
 use super::gpu::held::{HeldExperts, HeldSizes, KeptRows};
 use super::gpu::prompts::{PromptSizes, Prompts};
 use super::mailbox::{Mailbox, Room, blocks};
@@ -134,7 +134,6 @@ impl StreamPort {
             cuda.kernels.prepare(kernels::publish_rows);
             cuda.kernels.prepare(kernels::fetch_rows);
             cuda.kernels.prepare(kernels::take_table);
-            cuda.kernels.prepare(kernels::admit);
             let mailroom = Mailroom {
                 ring: PinnedBuffer::new(&cuda, RECORDS * RECORD_WORDS)?,
                 head: DeviceBuffer::zeros(&cuda, 1)?,
@@ -316,18 +315,18 @@ impl StreamPort {
             if ticket.has_branch {
                 self.cuda.wait(&stream, &slot.woken);
             }
-            let (mut here, mut limit) = (Address::NULL, Limit::NONE);
+            let (mut here, mut coming) = (Address::NULL, admissions::NOTHING);
             if let (Some((held, layer)), Some(kept)) = (&held, &slot.kept) {
-                limit = held.join(&stream, *layer, kept);
+                coming = held.join(&stream, *layer, kept);
                 here = kept.sum();
             }
             let Mailbox { count, up, y_address, .. } = &slot.mailbox;
             let host_y = if is_first { *y_address } else { Address::NULL };
-            launch!(self.cuda, &stream, kernels::fetch_rows, [blocks(ticket.bytes), 1, 1];
+            launch!(self.cuda, &stream, kernels::fetch_rows, [blocks(ticket.bytes) + admissions::blocks(&coming), 1, 1];
                 count.address(), up.address(), host_y, here, Address::of_another(out), (ticket.bytes / 16) as i32,
-                limit.sent, limit.limit);
-            if let Some((held, layer)) = &held {
-                held.end(&stream, *layer);
+                coming);
+            if let Some((held, _)) = &held {
+                held.end();
             }
             if let Some(of) = lock(&self.streams).get_mut(&ticket.stream) {
                 of.slots.iter_mut().filter(|(of, _)| *of == index).for_each(|(_, busy)| *busy = false);

@@ -116,35 +116,36 @@ impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Default for Trial<
 /// Another number must take so much less time.
 const GAIN: f32 = 0.98;
 
-/// The number that makes steps fastest, found by trying its neighbours.
+/// The number that makes steps fastest, found by trying its neighbours: `WAYS` with itself.
 #[derive(Clone, Copy, Debug)]
-pub struct Climb<const RUN: usize, const TURNS: usize> {
+pub struct Climb<const WAYS: usize, const RUN: usize, const TURNS: usize> {
     at: usize,
-    trial: Trial<3, RUN, TURNS>, // the neighbour below, the number, and the neighbour above
+    trial: Trial<WAYS, RUN, TURNS>, // the number, then its neighbours
 }
 
-impl<const RUN: usize, const TURNS: usize> Climb<RUN, TURNS> {
+impl<const WAYS: usize, const RUN: usize, const TURNS: usize> Climb<WAYS, RUN, TURNS> {
     /// Begins at a number.
     pub fn new(at: usize) -> Self {
         Self { at, trial: Trial::default() }
     }
 
-    fn numbers(&self, neighbours: impl Fn(usize) -> [usize; 2]) -> [usize; 3] {
-        let [below, above] = neighbours(self.at);
-        [below, self.at, above]
+    /// The number of a way.
+    fn number<const N: usize>(&self, way: usize, neighbours: impl Fn(usize) -> [usize; N]) -> usize {
+        const { assert!(N + 1 == WAYS) }
+        way.checked_sub(1).map_or(self.at, |neighbour| neighbours(self.at)[neighbour])
     }
 
-    /// The number of the next step. A number that has no neighbour on a side is its own.
-    pub fn next(&self, neighbours: impl Fn(usize) -> [usize; 2]) -> usize {
-        self.numbers(neighbours)[self.trial.way()]
+    /// The number of the next step. A number that lacks a neighbour is its own.
+    pub fn next<const N: usize>(&self, neighbours: impl Fn(usize) -> [usize; N]) -> usize {
+        self.number(self.trial.way(), neighbours)
     }
 
     /// That step took so long.
-    pub fn took(&mut self, seconds: f32, neighbours: impl Fn(usize) -> [usize; 2]) {
-        const HERE: usize = 1;
+    pub fn took<const N: usize>(&mut self, seconds: f32, neighbours: impl Fn(usize) -> [usize; N]) {
+        const HERE: usize = 0;
         let Some(ways) = self.trial.took(seconds) else { return };
-        let best = (0..ways.len()).min_by(|&a, &b| ways[a].total_cmp(&ways[b])).expect("there are three");
-        let number = self.numbers(neighbours)[best];
+        let best = (0..WAYS).min_by(|&a, &b| ways[a].total_cmp(&ways[b])).expect("there is one");
+        let number = self.number(best, neighbours);
         match number != self.at && ways[best] < GAIN * ways[HERE] {
             true => *self = Self::new(number),
             false => self.trial.keep(HERE),
@@ -160,14 +161,14 @@ mod tests {
     fn a_climb_ends_where_steps_are_fastest() {
         let neighbours = |at: usize| [at.saturating_sub(1), (at + 1).min(8)];
         for (first, best) in [(2usize, 3usize), (0, 0), (8, 8), (1, 5), (7, 2)] {
-            let mut climb = Climb::<2, 32>::new(first);
+            let mut climb = Climb::<3, 2, 32>::new(first);
             for _ in 0..5000 {
                 climb.took(1.0 + climb.next(neighbours).abs_diff(best) as f32 / 20.0, neighbours);
             }
             assert_eq!(climb.at, best, "from {first}");
         }
         // Where others gain too little, it stays.
-        let mut climb = Climb::<2, 32>::new(3);
+        let mut climb = Climb::<3, 2, 32>::new(3);
         for _ in 0..5000 {
             climb.took(1.0 - 0.001 * climb.next(neighbours) as f32, neighbours);
         }

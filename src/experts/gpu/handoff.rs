@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use half::bf16;
 
 use super::Sizes;
-pub(super) use super::admissions::Limit;
+use super::admissions;
 use super::products::LayerInput;
 use crate::Result;
 use crate::backend::Routing;
@@ -55,14 +55,15 @@ pub(super) fn fetch(
     cuda: &Cuda,
     outbox: &Outbox,
     (layer, numbers): (usize, usize),
-    limit: Limit,
+    admissions: kernels::AdmissionRing,
     stop: Address<u32>,
     out: &mut Tensor,
 ) {
     let Mailbox { y_address: y, up, count, .. } = &outbox.mailbox;
-    launch!(cuda, &cuda.compute, kernels::fetch, [blocks(2 * numbers), 1, 1];
-        count.address().add(layer), up.address().add(layer * LINE), *y, out.f32(), (numbers / 4) as i32,
-        limit.sent, limit.limit, stop);
+    let blocks = blocks(2 * numbers) + admissions::blocks(&admissions);
+    launch!(cuda, &cuda.compute, kernels::fetch, [blocks, 1, 1];
+        count.address().add(layer), up.address().add(layer * LINE), *y, out.f32(), (numbers / 4) as i32, stop,
+        admissions);
 }
 
 /// The CPU's part.
@@ -136,8 +137,8 @@ impl Handoff {
     }
 
     /// Enqueues the kernel that waits for the host's sum and adds it; `numbers` elements.
-    pub(super) fn fetch(&self, cuda: &Cuda, at: (usize, usize), limit: Limit, out: &mut Tensor) {
-        fetch(cuda, &self.outbox, at, limit, Address::NULL, out);
+    pub(super) fn fetch(&self, cuda: &Cuda, at: (usize, usize), admissions: kernels::AdmissionRing, out: &mut Tensor) {
+        fetch(cuda, &self.outbox, at, admissions, Address::NULL, out);
     }
 
     /// What the tokens that were served last have chosen, `[tokens, top_k]`.
@@ -146,13 +147,14 @@ impl Handoff {
     }
 
     /// The CPU's part of one layer, once its hidden states have come, but for what `residency` says other GPUs hold.
+    /// `begins` is called with the experts that were chosen, before they are computed.
     pub(super) fn serve(
         &mut self,
         cuda: &Cuda,
         (cpu, residency): (&mut CpuExperts, &Residency),
         layer: usize,
-        tokens: usize,
-        top_k: usize,
+        (tokens, top_k): (usize, usize),
+        begins: impl FnOnce(&[i32]),
     ) -> Result<()> {
         let expected = self.passes[layer].wrapping_add(1);
         self.passes[layer] = expected;
@@ -160,7 +162,7 @@ impl Handoff {
         let guess = self.guess(layer, tokens).filter(|&id| !residency.is_on_holder(layer, id));
         cpu.foresee(layer, guess, &|| down.load(Ordering::Acquire) == expected);
         let come = self.wait(cuda, layer, expected);
-        let done = come.and_then(|()| self.compute((cpu, residency), layer, tokens, top_k));
+        let done = come.and_then(|()| self.compute((cpu, residency), layer, (tokens, top_k), begins));
         // Whatever happened: the device waits for it.
         self.outbox.mailbox.answer(layer, expected);
         done
@@ -188,10 +190,15 @@ impl Handoff {
         &mut self,
         (cpu, residency): (&mut CpuExperts, &Residency),
         layer: usize,
-        tokens: usize,
-        top_k: usize,
+        (tokens, top_k): (usize, usize),
+        begins: impl FnOnce(&[i32]),
     ) -> Result<()> {
         let (numbers, choices) = (tokens * self.hidden, tokens * top_k);
+        self.routing.top_k = top_k;
+        self.routing.ids.clear();
+        let left_out = |&id: &i32| if residency.is_on_holder(layer, id) { !id } else { id };
+        self.routing.ids.extend(self.outbox.mailbox.ids[..choices].iter().map(left_out));
+        begins(&self.routing.ids);
         let (hidden, h) = (self.hidden, &bytemuck::cast_slice::<u8, bf16>(&self.outbox.mailbox.x)[..numbers]);
         cpu.each_row(&mut self.x[..numbers], hidden, |t, x| {
             x.iter_mut().zip(&h[t * hidden..]).for_each(|(x, h)| *x = h.to_f32());
@@ -199,10 +206,6 @@ impl Handoff {
         let y = self.outbox.mailbox.y.get_mut().unwrap_or_else(PoisonError::into_inner);
         let y = &mut bytemuck::cast_slice_mut::<u8, f32>(y)[..numbers];
         cpu.each_row(y, hidden, |_, y| y.fill(0.0));
-        self.routing.top_k = top_k;
-        self.routing.ids.clear();
-        let left_out = |&id: &i32| if residency.is_on_holder(layer, id) { !id } else { id };
-        self.routing.ids.extend(self.outbox.mailbox.ids[..choices].iter().map(left_out));
         self.routing.weights.clear();
         self.routing.weights.extend_from_slice(&self.outbox.mailbox.weights[..choices]);
         cpu.submit_rows(layer, &self.x[..numbers], &self.routing)?;

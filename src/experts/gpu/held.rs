@@ -5,8 +5,7 @@
 //! submit   the engine's stream   where a pass begins, the host's table, if it is a newer one (take_table)
 //!                                publish_rows, which keeps what experts in VRAM need
 //!          a stream beside it    their products; on the engine's own, where it computes no expert of the layer
-//! sync     the engine's stream   their sum and the host's (fetch_rows)
-//!          the copy stream       experts on their way, beside the layers that follow
+//! sync     the engine's stream   their sum and the host's (fetch_rows, which copies experts on their way meanwhile)
 //! owner    after a layer         sends missing experts on their way
 //!          after the last one    takes out slots, and writes the table of the passes that follow
 //! ```
@@ -29,7 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use half::bf16;
 
 use super::FEW_TOKENS;
-use super::admissions::{self, Branch, Limit, Way};
+use super::admissions::{self, Way};
 use super::board::Board;
 use super::parts::Parts;
 use super::products::{Choices, Products, Sink};
@@ -76,8 +75,8 @@ pub struct HeldExperts {
     version: Address<u32>,
     taken: Address<u32>,
     agreed: kernels::Agreed,
-    branch: Option<Branch>,  // `None`: nothing comes or goes
-    passing: Mutex<Passing>, // of who enqueues
+    admissions: kernels::AdmissionRing, // of the board; null: nothing comes or goes
+    passing: Mutex<Passing>,            // of who enqueues
     host: Host,
 }
 
@@ -101,9 +100,7 @@ struct Ids {
 struct Passing {
     at: (usize, Option<u64>), // the engine's stream, and its recording
     layer: Option<usize>,
-    layers: usize,    // of this pass, so far
     in_flight: usize, // batches between submit and sync
-    has_branch: bool, // copies that nobody has waited for
 }
 
 /// Which experts are held.
@@ -234,10 +231,7 @@ impl HeldExperts {
         let table: Vec<u64> =
             board.places.iter().map(|&place| if place == 0 { 0 } else { addresses[place as usize - 1] }).collect();
         let regions = parts.addresses().filter(|_| held < wanted);
-        let branch = match &regions {
-            Some(_) => Some(Branch::new(cuda, board.road(), admissions::Buffers::new(cuda, layers)?)?),
-            None => None,
-        };
+        let admissions = if regions.is_some() { board.road().admissions() } else { admissions::NOTHING };
         let ((version, taken), agreed, places) = (board.versions(), board.agreed(), board.places.address());
         let (slots, tables) = (DeviceBuffer::from_slice(cuda, &addresses)?, DeviceBuffer::from_slice(cuda, &table)?);
         let (own, products) = (DeviceBuffer::zeros(cuda, 2)?, products(cuda, (service, &parts), (tokens, top_k), 0)?);
@@ -262,7 +256,7 @@ impl HeldExperts {
             version,
             taken,
             agreed,
-            branch,
+            admissions,
             passing: Mutex::default(),
             host: match decider {
                 Some(decider) => {
@@ -331,19 +325,14 @@ impl HeldExperts {
     pub fn begin(&self, stream: &CudaStream, at: (usize, Option<u64>), layer: usize) {
         let passing = &mut *lock(&self.passing);
         let goes_on = passing.at == at && passing.layer.is_some_and(|before| layer > before);
-        if !goes_on {
-            if passing.in_flight == 0 {
-                let experts = self.service.memory().cache().num_experts();
-                let entries = self.service.memory().cache().num_layers() * experts;
-                launch!(self.cuda, stream, kernels::take_table, [1, 1, 1];
-                    self.places, self.slots.address(), self.tables.address(), entries as i32, self.version,
-                    self.own.address(), self.taken, self.agreed);
-            }
-            passing.layers = 0;
+        if !goes_on && passing.in_flight == 0 {
+            let experts = self.service.memory().cache().num_experts();
+            let entries = self.service.memory().cache().num_layers() * experts;
+            launch!(self.cuda, stream, kernels::take_table, [1, 1, 1];
+                self.places, self.slots.address(), self.tables.address(), entries as i32, self.version,
+                self.own.address(), self.taken, self.agreed);
         }
-        passing.has_branch &= passing.at == at; // another recording waits for its own
         (passing.at, passing.layer) = (at, Some(layer));
-        passing.layers += 1;
         passing.in_flight += 1;
     }
 
@@ -401,59 +390,46 @@ impl HeldExperts {
         }
     }
 
-    /// Enqueues what comes before the sum of a batch of `layer` is fetched in `stream`. What fetches it takes the limit
-    /// along.
-    pub(in crate::experts) fn join(&self, stream: &CudaStream, layer: usize, kept: &KeptRows) -> Limit {
+    /// Enqueues what comes before the sum of a batch of `layer` is fetched in `stream`. What fetches it is given what
+    /// comes meanwhile.
+    pub(in crate::experts) fn join(
+        &self,
+        stream: &CudaStream,
+        layer: usize,
+        kept: &KeptRows,
+    ) -> kernels::AdmissionRing {
         if !self.are_all(layer) {
             self.cuda.wait(stream, &kept.multiplied);
         }
-        let passing = &mut *lock(&self.passing);
-        let Some(branch) = &self.branch else { return Limit::NONE };
-        if layer == self.last.load(Ordering::Relaxed) && std::mem::take(&mut passing.has_branch) {
-            branch.join(&self.cuda, stream);
-        }
-        match self.sends(passing, layer) {
-            true => branch.limit(layer),
-            false => Limit::NONE,
-        }
+        self.admissions
     }
 
-    /// Enqueues what follows when the sum was fetched.
-    pub fn end(&self, stream: &CudaStream, layer: usize) {
-        let passing = &mut *lock(&self.passing);
-        if let (true, Some(branch)) = (self.sends(passing, layer), &self.branch) {
-            branch.admit(&self.cuda, stream, layer);
-            passing.has_branch = true;
-        }
-        passing.in_flight -= 1;
+    /// Called when what fetches the sum was enqueued.
+    pub fn end(&self) {
+        lock(&self.passing).in_flight -= 1;
     }
 
-    /// Whether experts come beside what follows a layer. Only the last layer waits for that, and a recording that ends
-    /// before would have failed: recordings of single layers have none.
-    fn sends(&self, passing: &Passing, layer: usize) -> bool {
-        passing.layers >= 2 && layer < self.last.load(Ordering::Relaxed)
-    }
-
-    /// Takes down what a batch of `layer` has chosen, as it was published by the first rank.
+    /// Takes down what a batch of `layer` has chosen, as it was published by the first rank. The CPU begins with it.
     pub fn note(&self, layer: usize, published: &[i32]) {
         let Host::First(changing) = &self.host else { return };
         let layers = self.layers.read().unwrap_or_else(PoisonError::into_inner);
         let experts = layers[layer].as_ref().map_or(&[][..], |ids| &ids.experts);
         let none = i32::MIN; // of what is in VRAM none, either
         let expert = |id: i32| experts.get(id as usize).copied().filter(|&expert| expert >= 0);
-        let ids = &mut lock(changing).ids;
-        ids.clear();
-        ids.extend(published.iter().map(|&id| match id < 0 {
+        let changing = &mut *lock(changing);
+        changing.ids.clear();
+        changing.ids.extend(published.iter().map(|&id| match id < 0 {
             true => expert(!id).map_or(none, |expert| !expert),
             false => expert(id).unwrap_or(none),
         }));
+        changing.decider.admissions.begin_layer(&changing.ids, 0.0); // nothing goes over the link
     }
 
     /// Takes in what was noted, and sends experts on their way to all ranks.
     pub fn chosen(&self, layer: usize) {
         let Host::First(changing) = &self.host else { return };
         let changing = &mut *lock(changing);
-        let changes = self.branch.is_some();
+        let changes = !self.admissions.entries.is_null();
         if changes && !changing.board.have_taken(changing.version) {
             return; // slots that were taken out may still be read
         }
@@ -461,7 +437,7 @@ impl HeldExperts {
             changing.meet();
         }
         let last = self.last.load(Ordering::Relaxed);
-        changing.decider.chosen((layer, last + 1), &changing.ids);
+        changing.decider.chosen(layer, &changing.ids);
         if layer == last {
             changing.turn();
         }
@@ -481,7 +457,7 @@ impl Changing {
     /// Ends a pass: where experts are in those that follow.
     fn turn(&mut self) {
         let Self { decider, board, version, .. } = self;
-        decider.pool.turn();
+        decider.turn();
         decider.make_room();
         decider.arrive();
         let residency = decider.pool.residency();

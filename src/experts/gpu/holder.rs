@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use half::bf16;
 
+use super::admissions;
 use super::epilogue::DeviceEpilogue;
 use super::handoff::{self, Outbox};
 use super::over_link::NOTHING;
@@ -145,7 +146,7 @@ impl Holder {
     /// Enqueues the kernel that waits for its sum and adds it; `numbers` elements.
     pub(super) fn fetch(&self, cuda: &Cuda, (layer, numbers): (usize, usize), out: &mut Tensor) {
         let Channel { outbox, stop, .. } = &*self.channel;
-        handoff::fetch(cuda, outbox, (layer, numbers), handoff::Limit::NONE, stop.address(), out);
+        handoff::fetch(cuda, outbox, (layer, numbers), admissions::NOTHING, stop.address(), out);
     }
 
     fn ask(&self, job: Job) {

@@ -4,7 +4,8 @@
 //! ```text
 //! before a pass   what goes over the link, in eighths, is brought to the device, for each number of tokens
 //! in a pass       publish (kernels/handoff.cu) chooses the experts: both sides know them in the same moment
-//! after it        its time is compared with that of more and fewer eighths (`machine/trial.rs`)
+//! after it        its time, less what experts that came into VRAM will save, is compared with that of more and fewer
+//!                 eighths (`machine/trial.rs`)
 //! ```
 //!
 //! Nothing waits behind these reads: the hand-over's polls begin when they have ended. How fast both sides are together
@@ -55,6 +56,8 @@ pub(super) struct OverLink {
     host: Vec<u64>,                 // [layers, experts]: where the device sees them in RAM
     checked: Vec<bool>,             // [layers, experts]: the checksum held
     eighths: [Eighths; FEW_TOKENS], // of passes of 1 token, 2, ..
+    read_s: f32,                    // seconds that the CPU takes for an expert
+    reads: f32,                     // such times that one over the link takes
     is_new: bool,                   // something is to be brought to the device
 }
 
@@ -62,17 +65,18 @@ pub(super) struct OverLink {
 #[derive(Clone, Copy)]
 struct Eighths {
     wanted: usize, // in the mean, rounded up
-    climb: Climb<2, 32>,
+    climb: Climb<4, 2, 32>,
 }
 
 impl Eighths {
-    /// The next fewer and the next more by which another number of experts goes.
-    fn neighbours(wanted: usize) -> impl Fn(usize) -> [usize; 2] {
+    /// The next fewer and the next more by which another number of experts goes, and none: then the link is for what
+    /// comes into VRAM.
+    fn neighbours(wanted: usize) -> impl Fn(usize) -> [usize; 3] {
         move |at| {
             let here = by_link(wanted, at as u32);
             let below = (0..at).rfind(|&eighths| by_link(wanted, eighths as u32) < here);
             let above = (at..=EIGHTHS).find(|&eighths| by_link(wanted, eighths as u32) > here);
-            [below, above].map(|eighths| eighths.unwrap_or(at))
+            [below.unwrap_or(at), above.unwrap_or(at), if below.is_some() { 0 } else { at }]
         }
     }
 
@@ -107,7 +111,8 @@ impl OverLink {
             }
         }
         let layout = shape.layouts[shape.layers() / 2]; // stands for all
-        let (best, _) = costs.in_decode(wanted, layout.bytes() as f64);
+        let bytes = layout.bytes() as f64;
+        let (best, _) = costs.in_decode(wanted, bytes);
         let first = (EIGHTHS as f64 * best as f64 / wanted.max(1.0)).round() as usize;
         let of_tokens = |tokens: usize| Eighths {
             wanted: (tokens as f64 * wanted).ceil() as usize,
@@ -119,6 +124,8 @@ impl OverLink {
             checked: vec![false; host.len()],
             host,
             eighths: std::array::from_fn(|i| of_tokens(1 + i)),
+            read_s: (bytes / costs.cpu_bytes) as f32,
+            reads: costs.reads_of_link() as f32,
             is_new: true,
         })
     }
@@ -162,15 +169,22 @@ impl OverLink {
         }
     }
 
+    /// Experts that the CPU computes while one is read over the link.
+    pub(super) fn reads(&self) -> f32 {
+        self.reads
+    }
+
     /// What goes over the link in the next pass of so many tokens.
     pub(super) fn eighths(&self, tokens: usize) -> u32 {
         self.eighths.get(tokens.wrapping_sub(1)).map_or(0, Eighths::next)
     }
 
-    /// A pass of so many tokens, whose layers wanted so many experts in RAM, took so long.
-    pub(super) fn took(&mut self, tokens: usize, (layers, wanted): (usize, usize), seconds: f32) {
+    /// A pass of so many tokens, whose layers wanted so many experts in RAM, took so long. What came into VRAM over the
+    /// same link will save the CPU so many reads of an expert.
+    pub(super) fn took(&mut self, tokens: usize, (layers, wanted): (usize, usize), (seconds, saved): (f32, f32)) {
         if let Some(eighths) = self.eighths.get_mut(tokens.wrapping_sub(1)) {
-            eighths.took(seconds / (OTHER_WORK * layers + wanted) as f32);
+            let worth = (seconds - saved * self.read_s).max(0.1 * seconds);
+            eighths.took(worth / (OTHER_WORK * layers + wanted) as f32);
         }
     }
 
@@ -210,11 +224,11 @@ mod tests {
     #[test]
     fn neighbours_bring_another_number_of_experts() {
         let neighbours = |wanted, at| Eighths::neighbours(wanted)(at);
-        assert_eq!([neighbours(8, 2), neighbours(8, 0), neighbours(8, 8)], [[1, 3], [0, 1], [7, 8]]);
+        assert_eq!([neighbours(8, 2), neighbours(8, 0), neighbours(8, 8)], [[1, 3, 0], [0, 1, 0], [7, 8, 0]]);
         // 0 0 0 1 1 1 1 2 2, and 0 1 1 2 3 4 4 5 6.
-        assert_eq!([neighbours(2, 0), neighbours(2, 4), neighbours(2, 8)], [[0, 3], [2, 7], [6, 8]]);
-        assert_eq!([neighbours(6, 1), neighbours(6, 2)], [[0, 3], [0, 3]]);
-        assert_eq!(neighbours(0, 3), [3, 3]);
+        assert_eq!([neighbours(2, 0), neighbours(2, 4), neighbours(2, 8)], [[0, 3, 0], [2, 7, 0], [6, 8, 0]]);
+        assert_eq!([neighbours(6, 1), neighbours(6, 2)], [[0, 3, 0], [0, 3, 0]]);
+        assert_eq!(neighbours(0, 3), [3, 3, 3]);
     }
 
     #[test]

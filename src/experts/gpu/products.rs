@@ -8,7 +8,6 @@ use std::sync::Arc;
 use half::bf16;
 use moebius_cache::pack::{CodeType, ExpertLayout, Grid};
 
-use super::admissions::ADMIT_BLOCKS;
 use super::epilogue::DeviceEpilogue;
 use super::parts::COPY_BLOCKS;
 use super::{FEW_TOKENS, Sizes};
@@ -85,13 +84,8 @@ impl Products {
     /// Allocates for `sizes`.
     pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, epilogue: DeviceEpilogue, sizes: &Sizes) -> Result<Self> {
         let (layout, experts) = (shape.layouts[0], shape.experts);
-        // Kernels copy parts of experts beside these: two H200 read prompts 3% faster than with smaller blocks. Others
-        // bring experts into a pool.
-        let beside = match (1..experts).contains(&sizes.resident) {
-            _ if sizes.ring > 0 && !sizes.share.is_whole() => COPY_BLOCKS,
-            true => ADMIT_BLOCKS,
-            false => 0,
-        };
+        // Kernels copy parts of experts beside these: two H200 read prompts 3% faster than with smaller blocks.
+        let beside = if sizes.ring > 0 && !sizes.share.is_whole() { COPY_BLOCKS } else { 0 };
         let pairs = sizes.tokens * sizes.top_k;
         let grids = grids(cuda, &shape.layouts)?;
         let grid = |of: Grid| {

@@ -7,17 +7,16 @@
 //!          before a pass  move the same
 //! ```
 //!
-//! No rank still reads a slot into which an expert is sent. What is sent in a layer is shown behind the sums of the
-//! layers before, in which all ranks have a part, and a rank looks what was sent before it has its part in a layer's
-//! sum. So it is in the same step, whose tables lack the slots that were taken out.
+//! No rank still reads a slot into which bytes come. They are shown when the CPU begins with a layer: behind the sums
+//! of the layers before, in which all ranks have a part, and in a step whose tables lack the slot on all ranks.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use moebius_cache::pack::ExpertLayout;
 
-use super::admissions::{Way, ends_within};
-use crate::experts::pool::{LayerChoices, Pool};
+use super::admissions::{Admissions, Way};
+use crate::experts::pool::{self, LayerChoices, Pool};
 use crate::experts::residency::{Move, Residency};
 use crate::experts::{ExpertShape, Traffic};
 use crate::{Error, Result};
@@ -25,8 +24,8 @@ use crate::{Error, Result};
 /// Decides which experts are in VRAM.
 pub(super) struct Decider {
     pub(super) pool: Pool,
-    bytes: Vec<u64>, // [layers]: of an expert, of all ranks together
-    ways: Vec<Way>,  // to each rank that has one; their devices look there as long as they live
+    bytes: Vec<u64>,                   // [layers]: of an expert, of all ranks together
+    pub(super) admissions: Admissions, // to each rank that has a way
     is_closed: bool, // to one of the ranks there is none: the experts in VRAM stay as they were at the start
     crossed: u64,    // bytes of experts that were sent, or read over the link, since the start
     read: u64,       // bytes of experts in VRAM that were chosen, since the start
@@ -40,7 +39,7 @@ impl Decider {
         Self {
             pool: Pool::new(residency, shape.experts, &kinds),
             bytes: shape.layouts.iter().map(|layout| layout.bytes() as u64).collect(),
-            ways: Vec::new(),
+            admissions: Admissions::new(shape.layers(), shape.experts),
             is_closed: false,
             crossed: 0,
             read: 0,
@@ -50,33 +49,32 @@ impl Decider {
     /// Adds a rank. Where there is no way to it, nothing comes to any.
     pub(super) fn add(&mut self, way: Option<Way>) {
         self.is_closed |= way.is_none();
-        self.ways.extend(way);
+        self.admissions.ways.extend(way);
     }
 
     /// Whether experts come and go.
     pub(super) fn changes(&self) -> bool {
-        !self.ways.is_empty() && !self.is_closed
+        !self.admissions.ways.is_empty() && !self.is_closed
     }
 
-    /// Of the experts on their way, how many have come to all ranks.
-    fn come(&self) -> usize {
-        self.ways.iter().map(Way::come).min().unwrap_or(0)
-    }
-
-    /// Takes in what was chosen in a layer of so many, and sends experts on their way.
-    pub(super) fn chosen(&mut self, (layer, layers): (usize, usize), ids: &[i32]) {
-        let choices = LayerChoices { layer, ids, arrived: self.come() };
-        let Self { pool, ways, bytes, crossed, read, .. } = self;
+    /// The CPU has computed what was chosen in a layer. Takes that in, and sends experts on their way.
+    pub(super) fn chosen(&mut self, layer: usize, ids: &[i32]) {
+        let Self { pool, admissions, bytes, crossed, read, .. } = self;
+        admissions.end_layer();
+        let choices = LayerChoices { layer, ids, arrived: admissions.come() };
         let (hits, by_link) = (pool.choices().hits, pool.by_link());
         pool.chosen(choices, |admission| {
             *crossed += bytes[admission.layer];
-            ways.iter_mut().for_each(|way| way.send(admission));
+            admissions.ways.iter_mut().for_each(|way| way.send(admission));
         });
         *read += (pool.choices().hits - hits) * bytes[layer];
         *crossed += (pool.by_link() - by_link) * bytes[layer];
-        if ends_within(layer, layers) {
-            ways.iter().for_each(Way::show);
-        }
+    }
+
+    /// Ends a step: reads of an expert that what came in it will save the CPU, beside one in which less came.
+    pub(super) fn turn(&mut self) -> f32 {
+        self.pool.turn();
+        self.admissions.take_shown() * pool::NEXT * self.pool.saves()
     }
 
     /// Takes out slots for the next step.
@@ -88,11 +86,8 @@ impl Decider {
 
     /// Between two passes: what has come to all ranks is found from now on.
     pub(super) fn arrive(&mut self) {
-        let come = self.come();
-        for way in &mut self.ways {
-            way.take(come);
-            way.show();
-        }
+        let come = self.admissions.come();
+        self.admissions.ways.iter_mut().for_each(|way| way.take(come));
         self.pool.arrived(come);
     }
 }
