@@ -259,8 +259,7 @@ def step_of(events):
         for event in work:
             if begin <= event["ts"] < end:
                 name = event["name"]
-                who = "waits" if name == "fetch_rows" else None
-                who = who or ("moebius" if ours.fullmatch(name) else "sglang")
+                who = "waits" if name == "fetch_rows" else "moebius" if ours.fullmatch(name) else "sglang"
                 marks += [(event["ts"], 1, who), (min(event["ts"] + event["dur"], end), -1, who)]
                 names[name][0] += event["dur"]
                 names[name][1] += 1
