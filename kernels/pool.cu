@@ -1,7 +1,7 @@
 // Copies experts from pinned RAM into VRAM by kernels, which read there as they read anywhere: in a decode step
 // (src/experts/pool.rs), and where what a rank has of an expert is not in one piece (src/experts/gpu/parts.rs).
 //
-//   admit        copies what the host has shown (admissions.cuh), on a rank that does not wait for the CPU
+//   admit        copies what the host has shown (admissions.cuh), where no kernel waits for the CPU
 //   copy_runs    copies the runs that it is given
 //   take_table   begins a pass: makes a table of addresses of the host's places of experts, if `version` says that
 //                these are others than were taken last, and says in `taken` which. The host does not write them until

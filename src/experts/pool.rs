@@ -29,7 +29,7 @@ use super::residency::{Place, Residency};
 /// Steps after which a choice counts half, and within which a copy must pay.
 const WINDOW: u32 = 32;
 
-/// The first step: nothing has moved within the window before it. Choices longer ago than that are worth nothing.
+/// The first step: nothing has moved within the window before it. Choices `START` steps ago are worth nothing.
 const START: u32 = 16 * WINDOW;
 
 /// Experts on their way at a time: when one has come, the device goes on with the next one. In pools of fewer than

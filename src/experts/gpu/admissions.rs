@@ -75,10 +75,23 @@ pub(super) struct Admissions {
 /// What a layer shows of what was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shown {
+    /// Nothing, or what says nothing of the share.
     Nothing,
-    /// As much as `share` allows: more was there.
+    /// As much as the share allows: more was there.
     Some,
     All,
+}
+
+impl Shown {
+    /// So much, while the CPU computes so many experts and the link is `free`. Where it never is, all that is shown is
+    /// late.
+    fn of(shown: f32, free: f32, has_more: bool) -> Self {
+        match (shown > 0.0 && free > 0.0, has_more) {
+            (false, _) => Self::Nothing,
+            (true, true) => Self::Some,
+            (true, false) => Self::All,
+        }
+    }
 }
 
 /// The share of an expert that comes while the CPU computes one: at first, at least, and at most.
@@ -99,21 +112,18 @@ impl Admissions {
     }
 
     /// The CPU begins with a layer, of whose `ids` it computes those that are experts. Shows all ranks what can come
-    /// meanwhile. An expert over the link takes as long as `link` do on the CPU.
+    /// meanwhile, after those that a device reads over its link: each takes as long as `link` experts do on the CPU.
     pub(super) fn begin_layer(&mut self, ids: &[i32], link: f32) {
-        let experts = self.coming(ids, link);
+        let (on_cpu, by_link) = self.count(ids);
+        let free = on_cpu - by_link * link;
+        let experts = if on_cpu + by_link > 0.0 { (self.share * free).max(self.least) } else { 0.0 };
         let shown = self.ways.iter_mut().map(|way| way.show(experts)).fold(0.0, f32::max);
         self.shown_in_step += shown;
-        self.shown = match self.ways.iter().any(Way::has_more) {
-            _ if shown == 0.0 => Shown::Nothing,
-            true => Shown::Some,
-            false => Shown::All,
-        };
+        self.shown = Shown::of(shown, free, self.ways.iter().any(Way::has_more));
     }
 
-    /// How many experts are to come while the CPU computes those among `ids`. What a device reads over its link of the
-    /// same layer crosses first.
-    fn coming(&mut self, ids: &[i32], link: f32) -> f32 {
+    /// The different experts among `ids` that the CPU computes, and that go over the link.
+    fn count(&mut self, ids: &[i32]) -> (f32, f32) {
         self.layers = self.layers.wrapping_add(1);
         let (mut on_cpu, mut by_link) = (0.0, 0.0);
         for &id in ids.iter().filter(|&&id| id >= 0) {
@@ -124,10 +134,7 @@ impl Admissions {
                 *of += 1.0;
             }
         }
-        if on_cpu + by_link == 0.0 {
-            return 0.0;
-        }
-        (self.share * (on_cpu - by_link * link)).max(self.least)
+        (on_cpu, by_link)
     }
 
     /// It has ended.
@@ -345,21 +352,26 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_depends_on_what_the_cpu_computes() {
-        let mut admissions = Admissions::new(100, 8);
-        let mut experts = |ids: &[i32]| admissions.coming(ids, 2.5) / SHARE;
-        assert_eq!(experts(&[!1, !2, i32::MIN, 8, BY_LINK - 1]), 0.0);
-        assert_eq!(experts(&[3, !1, 0, 3, 7, 0]), 3.0);
-        assert_eq!(experts(&[3]), 1.0);
-        assert_eq!(experts(&[0, 1, 2, BY_LINK + 3, BY_LINK + 3]), 0.5);
-        assert_eq!(experts(&[0, 1, BY_LINK + 3, BY_LINK + 4]), 0.01 / SHARE);
+    fn experts_are_counted_once() {
+        let mut admissions = Admissions::new(4, 8);
+        let mut count = |ids: &[i32]| admissions.count(ids);
+        assert_eq!(count(&[!1, !2, i32::MIN, 8, BY_LINK - 1]), (0.0, 0.0));
+        assert_eq!(count(&[3, !1, 0, 3, 7, 0]), (3.0, 0.0));
+        assert_eq!(count(&[3]), (1.0, 0.0));
+        assert_eq!(count(&[0, 1, 2, BY_LINK + 3, BY_LINK + 3, BY_LINK + 4]), (3.0, 2.0));
+    }
+
+    #[test]
+    fn a_busy_link_says_nothing_of_the_share() {
+        assert_eq!([Shown::of(0.0, 2.0, true), Shown::of(0.5, 0.0, true)], [Shown::Nothing; 2]);
+        assert_eq!([Shown::of(0.5, 2.0, true), Shown::of(0.5, 2.0, false)], [Shown::Some, Shown::All]);
     }
 
     #[test]
     fn the_share_goes_to_where_little_is_late() {
         // A layer is late if more comes than the link carries.
         for carries in [0.05f32, 0.2, 0.7] {
-            let mut admissions = Admissions::new(100, 8);
+            let mut admissions = Admissions::new(4, 8);
             let mut late = 0;
             for layer in 0..4000 {
                 admissions.shown = Shown::Some;
@@ -371,7 +383,7 @@ mod tests {
             assert!((250..400).contains(&late), "{carries}: {late}");
         }
         // Where too little is sent, nothing says that more would come.
-        let mut admissions = Admissions::new(100, 8);
+        let mut admissions = Admissions::new(4, 8);
         for shown in [Shown::All, Shown::Nothing] {
             admissions.shown = shown;
             admissions.adjust(true);

@@ -6,7 +6,8 @@
 //!                                publish_rows, which keeps what experts in VRAM need
 //!          a stream beside it    their products; on the engine's own, where it computes no expert of the layer
 //! sync     the engine's stream   their sum and the host's (fetch_rows, which copies experts on their way meanwhile)
-//! owner    after a layer         sends missing experts on their way
+//! owner    before a layer        shows how much of what was sent comes meanwhile
+//!          after it              sends missing experts on their way
 //!          after the last one    takes out slots, and writes the table of the passes that follow
 //! ```
 //!

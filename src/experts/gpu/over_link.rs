@@ -4,8 +4,8 @@
 //! ```text
 //! before a pass   what goes over the link, in eighths, is brought to the device, for each number of tokens
 //! in a pass       publish (kernels/handoff.cu) chooses the experts: both sides know them in the same moment
-//! after it        its time, less what experts that came into VRAM will save, is compared with that of more and fewer
-//!                 eighths (`machine/trial.rs`)
+//! after it        its time, less what experts that came into VRAM will save, is compared with that of more eighths,
+//!                 fewer, and none (`machine/trial.rs`)
 //! ```
 //!
 //! Nothing waits behind these reads: the hand-over's polls begin when they have ended. How fast both sides are together
@@ -76,7 +76,8 @@ impl Eighths {
             let here = by_link(wanted, at as u32);
             let below = (0..at).rfind(|&eighths| by_link(wanted, eighths as u32) < here);
             let above = (at..=EIGHTHS).find(|&eighths| by_link(wanted, eighths as u32) > here);
-            [below.unwrap_or(at), above.unwrap_or(at), if below.is_some() { 0 } else { at }]
+            let none = below.filter(|&eighths| by_link(wanted, eighths as u32) > 0).map(|_| 0);
+            [below, above, none].map(|eighths| eighths.unwrap_or(at))
         }
     }
 
@@ -226,8 +227,8 @@ mod tests {
         let neighbours = |wanted, at| Eighths::neighbours(wanted)(at);
         assert_eq!([neighbours(8, 2), neighbours(8, 0), neighbours(8, 8)], [[1, 3, 0], [0, 1, 0], [7, 8, 0]]);
         // 0 0 0 1 1 1 1 2 2, and 0 1 1 2 3 4 4 5 6.
-        assert_eq!([neighbours(2, 0), neighbours(2, 4), neighbours(2, 8)], [[0, 3, 0], [2, 7, 0], [6, 8, 0]]);
-        assert_eq!([neighbours(6, 1), neighbours(6, 2)], [[0, 3, 0], [0, 3, 0]]);
+        assert_eq!([neighbours(2, 0), neighbours(2, 4), neighbours(2, 8)], [[0, 3, 0], [2, 7, 4], [6, 8, 0]]);
+        assert_eq!([neighbours(6, 1), neighbours(6, 2)], [[0, 3, 1], [0, 3, 2]]);
         assert_eq!(neighbours(0, 3), [3, 3, 3]);
     }
 

@@ -71,7 +71,7 @@ impl Decider {
         *crossed += (pool.by_link() - by_link) * bytes[layer];
     }
 
-    /// Ends a step: reads of an expert that what came in it will save the CPU, beside one in which less came.
+    /// Ends a step. Returns how often the CPU will not read an expert because of what was shown in it.
     pub(super) fn turn(&mut self) -> f32 {
         self.pool.turn();
         self.admissions.take_shown() * pool::NEXT * self.pool.saves()

@@ -30,7 +30,7 @@ fn neighbours(workers: usize, all: usize) -> [usize; 2] {
 }
 
 /// How many workers passes of one number of rows have: each as long as other trials of a step take to come round.
-type Crew = Climb<3, 12, 8>;
+type Crew = Climb<3, 16, 8>;
 
 /// The crews of passes of few rows while they are tried.
 #[derive(Clone, Copy)]
