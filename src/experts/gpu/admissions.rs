@@ -83,8 +83,7 @@ enum Shown {
 }
 
 impl Shown {
-    /// So much, while the CPU computes so many experts and the link is `free`. Where it never is, all that is shown is
-    /// late.
+    /// So much is shown. The CPU computes `free` experts while nothing else crosses the link: if none, all is late.
     fn of(shown: f32, free: f32, has_more: bool) -> Self {
         match (shown > 0.0 && free > 0.0, has_more) {
             (false, _) => Self::Nothing,
