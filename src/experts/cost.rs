@@ -78,7 +78,12 @@ impl CostModel {
 
     /// Experts that the CPU computes in decode while one is read over the link.
     pub fn reads_of_link(&self) -> f64 {
-        self.cpu_bytes / (Self::LINK_SHARE * self.pcie_bytes)
+        self.cpu_bytes / self.over_link_bytes()
+    }
+
+    /// Bytes a second that kernels read over the link.
+    fn over_link_bytes(&self) -> f64 {
+        Self::LINK_SHARE * self.pcie_bytes
     }
 
     /// Seconds that the CPU takes in decode for the `n` experts in RAM, of `bytes` each, that a layer wants.
@@ -89,7 +94,7 @@ impl CostModel {
     /// Of the `n` experts in RAM, of `bytes` each, that a layer wants in decode: how many the GPU should read over the
     /// link beside the CPU, and seconds of both.
     pub fn in_decode(&self, n: f64, bytes: f64) -> (usize, f64) {
-        let link = bytes / (Self::LINK_SHARE * self.pcie_bytes);
+        let link = bytes / self.over_link_bytes();
         let seconds = |by_link: usize| match by_link {
             0 => self.on_cpu_in_decode(n, bytes),
             _ => self.on_cpu_in_decode(n - by_link as f64, bytes).max(Self::LINK_S + by_link as f64 * link),

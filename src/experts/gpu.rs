@@ -124,8 +124,8 @@ pub struct GpuExperts {
     sizes: Sizes,
     costs: CostModel,
     forced: Forced,
-    over_link: Option<OverLink>,        // `None`: in decode the CPU reads all experts in RAM
-    admissions: kernels::AdmissionRing, // of memory that `together` has; null: experts in VRAM stay as at the start
+    over_link: Option<OverLink>,    // `None`: in decode the CPU reads all experts in RAM
+    coming: kernels::AdmissionRing, // of memory that `together` has; null: experts in VRAM stay as at the start
     together: Together,
     residents: Residents,
     ring: Ring,
@@ -273,7 +273,7 @@ impl GpuExperts {
         let sizes = Sizes { share, ..first.sizes };
         let (rank, way) = Self::begin(cuda, heap, cpu, (sizes, first.costs, first.forced), start)?;
         if way.is_none() {
-            first.admissions = admissions::NOTHING; // nothing comes to one rank alone
+            first.coming = admissions::NOTHING; // nothing comes to one rank alone
         }
         first.together.add(way);
         Ok(rank)
@@ -306,10 +306,10 @@ impl GpuExperts {
         let Buffers { mut residents, ring, products, handoff, road, over_link } =
             Buffers::new(&cuda, heap, (shape, parts.width()), cpu.epilogue(), &sizes)?;
         residents.fill(&parts, together.residency(), |layer| cpu.check_layer(layer))?;
-        let (admissions, way) = match sizes.resident > 0 && parts.are_for_kernels() {
+        let (coming, way) = match sizes.resident > 0 && parts.are_for_kernels() {
             true => {
                 let (slots, begin) = residents.slots();
-                (road.admissions(), Some(Way::new(parts.clone(), slots, begin, road)))
+                (road.for_kernels(), Some(Way::new(parts.clone(), slots, begin, road)))
             }
             false => (admissions::NOTHING, None),
         };
@@ -330,7 +330,7 @@ impl GpuExperts {
             holders: Vec::new(),
             on_holders: 0,
             residents,
-            admissions,
+            coming,
             sizes,
             costs,
             forced,
@@ -452,14 +452,13 @@ impl GpuExperts {
             }
         }
         let Choices { layer, tokens, top_k, .. } = choices;
-        let admissions = if self.cuda.is_rehearsing() { self.admissions } else { admissions::NOTHING };
+        let coming = if self.cuda.is_rehearsing() { self.coming } else { admissions::NOTHING };
         for holder in self.holders.iter().filter(|_| hops) {
             holder.fetch(&self.cuda, (layer, tokens * out.cols()), out);
         }
         match cpu {
-            true => self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), admissions, out),
-            false if !admissions.entries.is_null() => admissions::admit(&self.cuda, admissions),
-            false => {}
+            true => self.handoff.fetch(&self.cuda, (layer, tokens * out.cols()), coming, out),
+            false => admissions::admit(&self.cuda, coming),
         }
         if cpu && !self.cuda.is_recording() {
             let cpu = (&mut self.cpu, self.together.residency());

@@ -33,9 +33,9 @@ pub(in crate::experts) fn blocks(ring: &kernels::AdmissionRing) -> usize {
     if ring.entries.is_null() { 0 } else { ADMIT_BLOCKS }
 }
 
-/// Enqueues the copies of what was shown, where nothing waits for the CPU.
+/// Enqueues the copies of what was shown, if anything ever is, where nothing waits for the CPU.
 pub(super) fn admit(cuda: &Cuda, ring: kernels::AdmissionRing) {
-    launch!(cuda, &cuda.compute, kernels::admit, [ADMIT_BLOCKS, 1, 1]; ring);
+    launch!(cuda, &cuda.compute, kernels::admit, [blocks(&ring), 1, 1]; ring);
 }
 
 /// Memory that both sides see.
@@ -55,7 +55,7 @@ impl Road {
     }
 
     /// What kernels are given, as long as this lives.
-    pub(super) fn admissions(&self) -> kernels::AdmissionRing {
+    pub(super) fn for_kernels(&self) -> kernels::AdmissionRing {
         let counts = self.counts.address();
         kernels::AdmissionRing { entries: self.ring.address().cast(), sent: counts, come: counts.add(LINE) }
     }

@@ -55,15 +55,15 @@ pub(super) fn fetch(
     cuda: &Cuda,
     outbox: &Outbox,
     (layer, numbers): (usize, usize),
-    admissions: kernels::AdmissionRing,
+    coming: kernels::AdmissionRing,
     stop: Address<u32>,
     out: &mut Tensor,
 ) {
     let Mailbox { y_address: y, up, count, .. } = &outbox.mailbox;
-    let blocks = blocks(2 * numbers) + admissions::blocks(&admissions);
+    let blocks = blocks(2 * numbers) + admissions::blocks(&coming);
     launch!(cuda, &cuda.compute, kernels::fetch, [blocks, 1, 1];
         count.address().add(layer), up.address().add(layer * LINE), *y, out.f32(), (numbers / 4) as i32, stop,
-        admissions);
+        coming);
 }
 
 /// The CPU's part.
@@ -137,8 +137,8 @@ impl Handoff {
     }
 
     /// Enqueues the kernel that waits for the host's sum and adds it; `numbers` elements.
-    pub(super) fn fetch(&self, cuda: &Cuda, at: (usize, usize), admissions: kernels::AdmissionRing, out: &mut Tensor) {
-        fetch(cuda, &self.outbox, at, admissions, Address::NULL, out);
+    pub(super) fn fetch(&self, cuda: &Cuda, at: (usize, usize), coming: kernels::AdmissionRing, out: &mut Tensor) {
+        fetch(cuda, &self.outbox, at, coming, Address::NULL, out);
     }
 
     /// What the tokens that were served last have chosen, `[tokens, top_k]`.

@@ -76,8 +76,8 @@ pub struct HeldExperts {
     version: Address<u32>,
     taken: Address<u32>,
     agreed: kernels::Agreed,
-    admissions: kernels::AdmissionRing, // of the board; null: nothing comes or goes
-    passing: Mutex<Passing>,            // of who enqueues
+    coming: kernels::AdmissionRing, // of the board; null: nothing comes or goes
+    passing: Mutex<Passing>,        // of who enqueues
     host: Host,
 }
 
@@ -232,7 +232,7 @@ impl HeldExperts {
         let table: Vec<u64> =
             board.places.iter().map(|&place| if place == 0 { 0 } else { addresses[place as usize - 1] }).collect();
         let regions = parts.addresses().filter(|_| held < wanted);
-        let admissions = if regions.is_some() { board.road().admissions() } else { admissions::NOTHING };
+        let coming = if regions.is_some() { board.road().for_kernels() } else { admissions::NOTHING };
         let ((version, taken), agreed, places) = (board.versions(), board.agreed(), board.places.address());
         let (slots, tables) = (DeviceBuffer::from_slice(cuda, &addresses)?, DeviceBuffer::from_slice(cuda, &table)?);
         let (own, products) = (DeviceBuffer::zeros(cuda, 2)?, products(cuda, (service, &parts), (tokens, top_k), 0)?);
@@ -257,7 +257,7 @@ impl HeldExperts {
             version,
             taken,
             agreed,
-            admissions,
+            coming,
             passing: Mutex::default(),
             host: match decider {
                 Some(decider) => {
@@ -402,7 +402,7 @@ impl HeldExperts {
         if !self.are_all(layer) {
             self.cuda.wait(stream, &kept.multiplied);
         }
-        self.admissions
+        self.coming
     }
 
     /// Called when what fetches the sum was enqueued.
@@ -430,7 +430,7 @@ impl HeldExperts {
     pub fn chosen(&self, layer: usize) {
         let Host::First(changing) = &self.host else { return };
         let changing = &mut *lock(changing);
-        let changes = !self.admissions.entries.is_null();
+        let changes = !self.coming.entries.is_null();
         if changes && !changing.board.have_taken(changing.version) {
             return; // slots that were taken out may still be read
         }
