@@ -41,7 +41,12 @@ template <Format F> struct Occupancy {
     static constexpr int GATE_UP_DEPTH = !is_row(F) ? Unit<F>::DEPTH * 4 / 8
         : Unit<F>::IS_LARGE                         ? least(Unit<F>::DEPTH, 3)
                                                     : 2;
+    // Bytes of a table's line: lanes meet in fewer banks of longer ones, which take longer to fill and leave less room
+    // for inputs.
+    static constexpr bool SHORT_TABLE = has_table<F> && TableOf<F, 16>::BYTES == 256 * 16;
+    static constexpr int TABLE_LINE = SHORT_TABLE ? 64 : 16;
     static constexpr int DOWN_DEPTH = !is_row(F) ? Unit<F>::DEPTH * 4 / 8
+        : SHORT_TABLE                            ? (F == IQ2_XXS ? 2 : 3)
         : Unit<F>::IS_LARGE                      ? least(Unit<F>::DEPTH + 1, 4)
                                                  : Unit<F>::DEPTH + 1;
 };
@@ -97,7 +102,7 @@ __device__ __forceinline__ void gate_up(const int* ids, const float* weights, co
     const uint8_t *tiles = expert + (size_t)2 * blockIdx.x * tile_bytes, *tile = tiles + warp % 2 * tile_bytes;
     const bf16* row = own.of_input < 0 ? nullptr : x + (size_t)(own.of_input / top_k) * hidden;
     UnitSums sums[1] = {};
-    gemv_tile<F, 1, GATE_UP_WARPS / 2, DEPTH, true>(
+    gemv_tile<F, 1, GATE_UP_WARPS / 2, DEPTH, Occupancy<F>::TABLE_LINE, true>(
         tile, warp / 2, hidden, packing, [&](int) { return row; }, [] {}, inputs[warp], own.count > 1, sums);
     put_sums(sums[0], part[warp]);
     __syncthreads();
@@ -233,8 +238,9 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
                 const int i = first + n, c = (int)((i + 0.5f) * per_unit);
                 return Input{row_of(c, several ? vector_of_input() : 0), i - c * spans};
             };
-            gemv_units<F, 1, SPAN, DEPTH, true>(ExpertUnits<F>(chosen, tile_at, first, own, intermediate, packing), own,
-                intermediate, packing, x_of, begin_kernel, inputs[warp], several, sums);
+            gemv_units<F, 1, SPAN, DEPTH, Occupancy<F>::TABLE_LINE, true>(
+                ExpertUnits<F>(chosen, tile_at, first, own, intermediate, packing), own, intermediate, packing, x_of,
+                begin_kernel, inputs[warp], several, sums);
         } else {
             gemv_run<F, SPAN, DEPTH>(
                 [&](int c) { return reinterpret_cast<const uint8_t*>(chosen.expert[c] + tile_at); },

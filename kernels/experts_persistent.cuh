@@ -14,8 +14,8 @@
 // Unpacking takes longer than the products of few tokens, for which registers suffice for more consumers, so that more
 // is unpacked at once.
 //
-//   experts_{gate_up|down}_persistent_{int4_g64|int4_g32|mxfp4_g32|int8_g64|int8_g32}_t{48|96|176}    grid (blocks)
-//   experts_{gate_up|down}_persistent_{rows but tq1_0}_t{16|32|48|96|176}, of groups of 16 not t32
+//   experts_{gate_up|down}_persistent_{int4_g64|int4_g32|int8_g64|int8_g32}_t{48|96|176}    grid (blocks)
+//   experts_{gate_up|down}_persistent_{mxfp4_g32, rows but tq1_0}_t{16|32|48|96|176}, of groups of 16 not t32
 //
 // Blocks: the device's multiprocessors, less those of kernels beside them: a block that waits for one has its pieces
 // after all others. Arguments are those of experts_gemm.cu, with experts_sort's offsets for its tiles; num_experts <=
@@ -35,9 +35,10 @@ struct Piece {
 };
 
 // All pieces, in an order in which bands of the same tokens follow one another. An expert's tokens come in runs of up
-// to TOKENS; `runs`[e] is the number of those of all experts up to e.
+// to TOKENS. Experts with many tokens are first in `order`; `runs`[i] is the number of runs of its experts up to i.
 struct Pieces {
     int experts, bands, offsets[MAX_EXPERTS + 1], runs[MAX_EXPERTS];
+    uint16_t order[MAX_EXPERTS];
 };
 
 // Where a warp is in its block's pieces: in shared memory, because a consumer has no registers left for it.
@@ -48,13 +49,14 @@ struct PiecePlace {
     // The next one is in `piece`, if there is one.
     template <int TOKENS> __device__ __forceinline__ bool take(const Pieces& all) {
         const int lane = threadIdx.x % WARP, run = next / all.bands;
-        int e = 0; // the experts whose last run is before that
+        int i = 0; // the experts whose last run is before that
         for (int first = 0; first < all.experts; first += WARP)
-            e += __popc(__ballot_sync(ALL_LANES, first + lane < all.experts && all.runs[first + lane] <= run));
-        if (e == all.experts) return false;
-        const int begin = (run - (e ? all.runs[e - 1] : 0)) * TOKENS, first = all.offsets[e] + begin;
+            i += __popc(__ballot_sync(ALL_LANES, first + lane < all.experts && all.runs[first + lane] <= run));
+        if (i == all.experts) return false;
+        const int e = all.order[i], begin = (run - (i ? all.runs[i - 1] : 0)) * TOKENS, first = all.offsets[e] + begin;
         const Piece found{e, next % all.bands, first, min(all.offsets[e + 1] - first, TOKENS)};
-        const int then = next + gridDim.x;
+        // Backwards from the second piece on: who began with many tokens is the first to have one piece less.
+        const int then = next + (next < gridDim.x ? 2 * (gridDim.x - next) - 1 : gridDim.x);
         __syncwarp();
         next = then, piece = found;
         __syncwarp();
@@ -78,7 +80,8 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
         : TOKENS % 48 == 0                         ? 48
                                                    : TOKENS - FEWEST;
     static_assert((TOKENS - FEWEST) % COLUMNS_STEP == 0, "the last step has all");
-    static constexpr int REGISTERS = 65536 / THREADS / 8 * 8, // of each thread, in the beginning
+    static constexpr int MANY = SCALE_SUMS ? TOKENS / 2 : FEWEST; // pieces of more tokens take longer
+    static constexpr int REGISTERS = 65536 / THREADS / 8 * 8,     // of each thread, in the beginning
         CONSUMER_REGISTERS = TOKENS > 96 ? 232
         : TOKENS == 16                   ? 104
         : CONSUMERS == 2                 ? 224
@@ -88,30 +91,25 @@ template <Format F_, int SPAN_, int TOKENS_, int CONSUMERS_, int STAGES_> struct
     static constexpr int BLOCK_LINES = lines_of_block<F>(), CODE_BIAS = code_bias<F>(),
                          TILE_BYTES = Tile::LINES * LINE_BYTES, SPANS = Tile::SPANS,
                          SCALE_BYTES = Tile::HEAD + Tile::RECORD_BYTES;
-    // What a warp has for the scales of a row that it unpacks, and the bytes of a row's grid.
+    // What a warp has for the scales of a row that it unpacks.
     static constexpr int unpacked_scales() {
         if constexpr (is_row_value<F>)
             return SPANS * WARP * (1 + (RowOf<F>::ROW.offsets || !SCALE_SUMS)) * 4;
         else
             return 0;
     }
-    static constexpr int grid_bytes() {
-        if constexpr (is_row_value<F>)
-            return RowOf<F>::GRID_WORDS * 4;
-        else
-            return 0;
-    }
-    static constexpr int OWN_GRID = grid_bytes(), WARP_SCALES = unpacked_scales();
+    static constexpr int WARP_SCALES = unpacked_scales();
     // Shared memory: the stages, each with rows, which wgmma wants aligned to 1024 bytes, and lines and scales; then
-    // the barriers, the pieces, the warps' places, the grid, and the warps' scales.
+    // the barriers, the pieces, the warps' places, their scales, and the table.
     static constexpr int LINES_AT = TOKENS * K * 2, SCALES_AT = LINES_AT + BAND_TILES * TILE_BYTES,
                          STAGE_BYTES = div_ceil(SCALES_AT + BAND_TILES * SCALE_BYTES, 1024) * 1024;
     static constexpr int BARRIERS_AT = STAGES * STAGE_BYTES, PIECES_AT = BARRIERS_AT + STAGES * 16,
                          PLACES_AT = PIECES_AT + (int)sizeof(Pieces),
-                         GRID_AT = PLACES_AT + THREADS / WARP * (int)sizeof(PiecePlace),
-                         WARP_SCALES_AT = div_ceil(GRID_AT + OWN_GRID, 16) * 16,
-                         SHARED_BYTES = WARP_SCALES ? WARP_SCALES_AT + CONSUMERS * 4 * WARP_SCALES : GRID_AT + OWN_GRID;
-    static_assert(SHARED_BYTES <= 227 << 10, "what a block may have");
+                         WARP_SCALES_AT = div_ceil(PLACES_AT + THREADS / WARP * (int)sizeof(PiecePlace), 16) * 16,
+                         TABLE_AT = WARP_SCALES_AT + CONSUMERS * 4 * WARP_SCALES, MOST_BYTES = 227 << 10;
+    using Table = TableOf<F, line_within<F>(MOST_BYTES - TABLE_AT)>;
+    static constexpr int SHARED_BYTES = TABLE_AT + Table::BYTES;
+    static_assert(SHARED_BYTES <= MOST_BYTES, "what a block may have");
 
     struct Stage {
         unsigned char *rows, *lines, *scales;
@@ -330,8 +328,7 @@ template <class S> __device__ __forceinline__ int own_tile(const Piece& piece) {
 template <class S, int C>
 __device__ __forceinline__ void multiply_stages_scaling_sums(
     WarpSums<C>& acc, Ring<S>& ring, int steps, const OfScales& of) {
-    const auto places =
-        places_of<S>(threadIdx.x / WARP * S::WARP_TILES, reinterpret_cast<const uint32_t*>(ring.shared + S::GRID_AT));
+    const auto places = places_of<S>(threadIdx.x / WARP * S::WARP_TILES, typename S::Table(ring.shared + S::TABLE_AT));
     auto scales = scales_of<S>(of);
 #pragma unroll 1
     for (int s = 0; s < steps; s++) {
@@ -344,7 +341,7 @@ __device__ __forceinline__ void multiply_stages_scaling_sums(
 }
 template <bool TWO, class S, int C>
 __device__ __forceinline__ void multiply_stages(WarpSums<C>& acc, Ring<S>& ring, int steps, const OfScales& of) {
-    DealtWeights<S, TWO> weights(of, reinterpret_cast<const uint32_t*>(ring.shared + S::GRID_AT));
+    DealtWeights<S, TWO> weights(of, typename S::Table(ring.shared + S::TABLE_AT));
     typename S::Stage stage;
     auto begin_stage = [&](int s) {
         ring.wait_full();
@@ -409,24 +406,31 @@ __device__ __forceinline__ void persistent(
     PiecePlace& at = reinterpret_cast<PiecePlace*>(shared + S::PLACES_AT)[threadIdx.x / WARP];
     const Ring<S> ring(shared);
     if (threadIdx.x == 0) ring.begin();
+    S::Table::fill(shared + S::TABLE_AT, a.packing.grid);
     begin_kernel();
     for (int e = threadIdx.x; e <= num_experts; e += S::THREADS) pieces.offsets[e] = offsets[e];
     if (threadIdx.x % WARP == 0) at.next = blockIdx.x;
     if (threadIdx.x == 0) pieces.experts = num_experts, pieces.bands = div_ceil(a.tiles, S::BAND_TILES);
-    if (S::OWN_GRID) copy_grid(reinterpret_cast<uint32_t*>(shared + S::GRID_AT), a.packing.grid, S::OWN_GRID / 4);
     __syncthreads();
     if (threadIdx.x < WARP) {
-        int before = 0;
-        for (int e = threadIdx.x; e - (int)threadIdx.x < num_experts; e += WARP) {
-            int runs = e < num_experts ? div_ceil(pieces.offsets[e + 1] - pieces.offsets[e], S::TOKENS) : 0;
+        const int lane = threadIdx.x;
+        int before = 0, ordered = 0;
+        for (int many = S::MANY < S::TOKENS; many >= 0; many--)
+            for (int e = lane; e - lane < num_experts; e += WARP) {
+                const int tokens = e < num_experts ? pieces.offsets[e + 1] - pieces.offsets[e] : 0;
+                const bool here = e < num_experts && (S::MANY == S::TOKENS || (tokens > S::MANY) == many);
+                const uint32_t all_here = __ballot_sync(ALL_LANES, here);
+                if (!all_here) continue;
+                int runs = here ? div_ceil(tokens, S::TOKENS) : 0;
 #pragma unroll
-            for (int d = 1; d < WARP; d *= 2) {
-                const int lower = __shfl_up_sync(ALL_LANES, runs, d);
-                if (threadIdx.x >= d) runs += lower;
+                for (int d = 1; d < WARP; d *= 2) {
+                    const int lower = __shfl_up_sync(ALL_LANES, runs, d);
+                    if (lane >= d) runs += lower;
+                }
+                const int i = ordered + __popc(all_here & ((1u << lane) - 1));
+                if (here) pieces.order[i] = (uint16_t)e, pieces.runs[i] = before + runs;
+                ordered += __popc(all_here), before += __shfl_sync(ALL_LANES, runs, WARP - 1);
             }
-            if (e < num_experts) pieces.runs[e] = before + runs;
-            before += __shfl_sync(ALL_LANES, runs, WARP - 1);
-        }
     }
     __syncthreads();
     if (threadIdx.x >= S::CONSUMERS * WARPGROUP) {

@@ -17,15 +17,15 @@ template <class S, bool TWO> struct DealtWeights {
     static constexpr int STEPS = S::K / K_BLOCK * S::WARP_TILES; // tiles take turns
     static constexpr bool WITH_OFFSETS = decltype(scales_of<S>(OfScales{}))::OFFSETS;
 
-    decltype(places_of<S>(0, nullptr)) places;
+    decltype(places_of<S>(0, typename S::Table(nullptr))) places;
     decltype(scales_of<S>(OfScales{})) scales;
     typename decltype(places)::Raw raw;
     SumScales with_offset;
     TwoScales scale;
     RowScales of_tile[S::WARP_TILES];
 
-    __device__ __forceinline__ DealtWeights(const OfScales& of, const uint32_t* grid)
-        : places(places_of<S>(threadIdx.x / WARP * S::WARP_TILES, grid)), scales(scales_of<S>(of)) {}
+    __device__ __forceinline__ DealtWeights(const OfScales& of, typename S::Table table)
+        : places(places_of<S>(threadIdx.x / WARP * S::WARP_TILES, table)), scales(scales_of<S>(of)) {}
 
     // Of stage number `s`.
     __device__ __forceinline__ void load(const typename S::Stage& stage, int s, int step) {
@@ -56,7 +56,8 @@ template <class S, bool TWO> struct DealtWeights {
         } else {
             places.template operand<true>(raw, a);
             if constexpr (ROW) {
-                scale.scale(a[0]), scale.scale(a[1]);
+                constexpr bool BOTH = F != MXFP4_ROW; // its scales are bf16
+                scale.scale(a[0], BOTH), scale.scale(a[1], BOTH);
             } else {
 #pragma unroll
                 for (auto& of : a) of_tile[step % S::WARP_TILES].scale(of, TWO);

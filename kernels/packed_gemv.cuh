@@ -9,7 +9,7 @@
 // its blocks. Codes meet the activations as integers; scales are applied to the sums, in f32, and offsets to the sums
 // of the inputs. Units of INT4 and INT8 that lie in one group of scales are a span, and summed before they are scaled.
 #pragma once
-#include "packed_rows.cuh"
+#include "packed_table.cuh"
 
 constexpr int UNIT = 64, EIGHTS = UNIT / 8;
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ int vector_of_sum() { return threadIdx.x % VECTORS; }
 template <Format F, bool ROW = is_row(F)> struct Unit {
     static constexpr int LOADS = Lines<F>::PER_LANE;
     static constexpr int DEPTH = 8 / LOADS; // of a warp on their way at a time: as many as registers allow
-    static constexpr int PARTS = 1, GRID_WORDS = 0;
+    static constexpr int PARTS = 1;
     static constexpr bool OFFSETS = false, IS_LARGE = false;
     static constexpr int LINES_OF_256 = 256 / K_BLOCK * Lines<F>::PER_BLOCK * LINE_BYTES; // bytes for as many inputs
     uint4 lines[LOADS];
@@ -39,7 +39,7 @@ template <Format F> struct Unit<F, true> : RowUnit {
     using R = RowOf<F>;
     static constexpr int DEPTH = R::LOADS == 1 ? 4 : R::LOADS == 2 ? 3 : 2;
     // Groups of 16 are two of a block: lanes t = 0, 1 and 2, 3 bring their inputs.
-    static constexpr int PARTS = R::PARTS, GRID_WORDS = R::GRID_WORDS;
+    static constexpr int PARTS = R::PARTS;
     static constexpr bool OFFSETS = R::ROW.offsets;
     static constexpr int LINES_OF_256 = (R::BLOCKS * R::LINES + R::MORE_LINES) * LINE_BYTES;
     // What is made of it takes many registers. Q6_K does as well, but is faster with fewer.
@@ -84,13 +84,21 @@ __device__ __forceinline__ void load_unit(
 
 // Rows 4q + 2 half and the next as left operands, not scaled; codes of INT4 have 136 too much, those of rows with
 // offsets NUMBER_BIAS.
-template <Format F>
-__device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, const uint32_t* grid, uint32_t (&a)[2][4]) {
-    if constexpr (is_row(F)) {
+template <Format F, class T>
+__device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, const T& table, uint32_t (&a)[2][4]) {
+    if constexpr (has_table<F>) {
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            uint32_t pairs[4];
+            table.codes(unit, 2 * half + row, pairs);
+#pragma unroll
+            for (int p = 0; p < 4; p++) a[p / 2][row + p % 2 * 2] = pairs[p];
+        }
+    } else if constexpr (is_row(F)) {
 #pragma unroll
         for (int row = 0; row < 2; row++) {
             uint32_t four[2];
-            row_codes<F>(unit, 2 * half + row, grid, four);
+            row_codes<F>(unit, 2 * half + row, table, four);
 #pragma unroll
             for (int m = 0; m < 2; m++)
                 a[m][row] = row_pair<F, !Unit<F>::OFFSETS>(four[m], false),
@@ -110,9 +118,9 @@ __device__ __forceinline__ void unit_operand(const Unit<F>& unit, int half, cons
 using UnitSums = float[4][2];
 
 // sum[set][r][b] += (row 4q + r of a span's units) . inputs[unit][set] of their block b
-template <Format F, int SETS, int SPAN>
+template <Format F, int SETS, int SPAN, class T>
 __device__ __forceinline__ void multiply_span(
-    const Unit<F>* units, const uint4 (&inputs)[SPAN][SETS], bool f16, const uint32_t* grid, UnitSums (&sum)[SETS]) {
+    const Unit<F>* units, const uint4 (&inputs)[SPAN][SETS], bool f16, const T& table, UnitSums (&sum)[SETS]) {
     const Unit<F>& unit = units[0];
     constexpr int PARTS = Unit<F>::PARTS;
     constexpr bool OFFSETS = Unit<F>::OFFSETS;
@@ -127,7 +135,8 @@ __device__ __forceinline__ void multiply_span(
         for (int r = 0; r < 4; r++) scale[0][r].x = 1.0f;
     }
     // Of a part alone: the inputs of the other are zero.
-    auto of_part = [&](const uint4& inputs, int part, uint32_t (&first)[2], uint32_t (&second)[2]) {
+    auto of_part = [&](const uint4& eight, int part, uint32_t (&first)[2], uint32_t (&second)[2]) {
+        const uint4 inputs = in_order_of_codes<F>(eight);
         const bool own = PARTS == 1 || (int)(threadIdx.x % 4) / 2 == part;
         first[0] = own ? inputs.x : 0, first[1] = own ? inputs.y : 0;
         second[0] = own ? inputs.z : 0, second[1] = own ? inputs.w : 0;
@@ -155,7 +164,7 @@ __device__ __forceinline__ void multiply_span(
     for (int half = 0; half < 2; half++) {
         uint32_t a[SPAN][2][4];
 #pragma unroll
-        for (int u = 0; u < SPAN; u++) unit_operand<F>(units[u], half, grid, a[u]);
+        for (int u = 0; u < SPAN; u++) unit_operand<F>(units[u], half, table, a[u]);
 #pragma unroll
         for (int s = 0; s < SETS; s++)
 #pragma unroll
@@ -253,13 +262,12 @@ __device__ __forceinline__ void put_sums(const UnitSums& sums, float (&part)[VEC
 // lane's vector of a set of VECTORS. Unless there are `several` vectors, all lanes have the same. ready() is called
 // once, when the first weights are on their way and before any x is read. All warps of the block come here. SHARED:
 // inputs go through `inputs` of the warp, [SETS][DEPTH][WARP] in shared memory; else L1 has them soon, as many blocks
-// read the same.
-template <Format F, int SETS, int SPAN, int DEPTH, bool SHARED, class Units, class X, class Ready>
+// read the same. LINE: of a table.
+template <Format F, int SETS, int SPAN, int DEPTH, int LINE, bool SHARED, class Units, class X, class Ready>
 __device__ __forceinline__ void gemv_units(Units units, int count, int k, const Packing& packing, X x_of, Ready ready,
     uint4* inputs, bool several, UnitSums (&sums)[SETS]) {
-    constexpr int GRID_WORDS = Unit<F>::GRID_WORDS;
-    __shared__ uint32_t grid[GRID_WORDS ? GRID_WORDS : 1];
-    copy_grid(grid, packing.grid, GRID_WORDS);
+    using Table = TableOf<F, LINE>;
+    __shared__ __align__(16) unsigned char table[Table::BYTES ? Table::BYTES : 1];
     const int lane = threadIdx.x % WARP;
     const bool f16 = (is_row(F) || Lines<F>::F16_SCALES) && packing.f16;
     Unit<F> unit[DEPTH] = {};
@@ -267,8 +275,9 @@ __device__ __forceinline__ void gemv_units(Units units, int count, int k, const 
     for (int d = 0; d < DEPTH; d++)
         if (d < units.count) units.load(unit[d], d);
     units.next();
+    Table::fill(table, packing.grid);
     ready();
-    if (GRID_WORDS) __syncthreads();
+    if (Table::BYTES) __syncthreads();
 
     // Inputs go through shared memory: read where they are used, each unit's would wait for those of the one before. Of
     // several vectors a lane brings what it needs itself, of one what all need: then there is room for more units.
@@ -305,7 +314,7 @@ __device__ __forceinline__ void gemv_units(Units units, int count, int k, const 
                 for (int s = 0; s < SETS; s++)
                     eight[u][s] =
                         SHARED ? here[s * DEPTH * WARP + (d + u) * stride] : load_input(x_of(n + d + u, s), k);
-            multiply_span<F, SETS, SPAN>(unit + d, eight, f16, grid, sums);
+            multiply_span<F, SETS, SPAN>(unit + d, eight, f16, Table(table), sums);
 #pragma unroll
             for (int u = 0; u < SPAN; u++)
                 if (d + u < behind) units.load(unit[d + u], d + u);
@@ -316,12 +325,12 @@ __device__ __forceinline__ void gemv_units(Units units, int count, int k, const 
 }
 
 // The same over every STEP-th span of a tile from `first` on; row_of(set) is this lane's vector.
-template <Format F, int SETS, int STEP, int DEPTH, bool SHARED, class X, class Ready>
+template <Format F, int SETS, int STEP, int DEPTH, int LINE, bool SHARED, class X, class Ready>
 __device__ __forceinline__ void gemv_tile(const uint8_t* tile, int first, int k, const Packing& packing, X row_of,
     Ready ready, uint4* inputs, bool several, UnitSums (&sums)[SETS]) {
     with_span<F>(packing, [&](auto span) {
         constexpr int SPAN = decltype(span)::value;
-        gemv_units<F, SETS, SPAN, DEPTH, SHARED>(
+        gemv_units<F, SETS, SPAN, DEPTH, LINE, SHARED>(
             TileUnits<F, STEP, DEPTH, SPAN>(tile, first, k, packing),
             SPAN * units_of(div_ceil(k, SPAN * UNIT), first, STEP), k, packing,
             [&](int n, int set) { return Input{row_of(set), SPAN * (first + n / SPAN * STEP) + n % SPAN}; }, ready,

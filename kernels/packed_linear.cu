@@ -64,7 +64,7 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
         return token < tokens ? x + (size_t)token * x_pitch : nullptr;
     };
     UnitSums sums[SETS] = {};
-    gemv_tile<F, SETS, GEMV_WARPS, DEPTH, false>(
+    gemv_tile<F, SETS, GEMV_WARPS, DEPTH, 0, false>(
         tile, warp, k, Packing{nullptr, F, group, 0}, row_of, begin_kernel, nullptr, true, sums);
 #pragma unroll
     for (int s = 0; s < SETS; s++) put_sums(sums[s], part[warp][s]);

@@ -60,7 +60,10 @@ constexpr Row ROWS[] = {
     {INTEGERS, 2, 1, ODD, 128, 0, 0, false},       // TQ2_0
     {OF_E4M3, 8, 0, SINGLE, 0, 0, 0, false},       // FP8
     {OF_E4M3, 8, 0, WIDE, 0, 0, 0, false},         // FP8_F32
+    {OF_E2M1, 4, 0, SINGLE, 0, 0, 0, false},       // MXFP4_ROW
 };
+
+static_assert(sizeof(ROWS) / sizeof(Row) == ANY_ROW - Q2_K, "a row for each");
 
 template <Format F> struct RowOf {
     static constexpr Row ROW = ROWS[F - Q2_K];
@@ -98,10 +101,11 @@ constexpr bool is_k_type(Format f) {
     return is_row(f) && f != ANY_ROW && ROWS[f - Q2_K].codes == INTEGERS && ROWS[f - Q2_K].scales == COUNTED &&
         ROWS[f - Q2_K].bits >= 4;
 }
-// Those whose codes are magnitudes in a grid and signs beside them.
-template <Format F> constexpr bool has_signs = RowOf<F>::ROW.codes == EIGHT_GRID || RowOf<F>::ROW.codes == FOUR_GRID;
 // A format of its own with a row.
 template <Format F> constexpr bool is_row_value = is_row(F) && F != ANY_ROW;
+// Those whose codes are magnitudes in a grid and signs beside them.
+template <Format F>
+constexpr bool has_signs = is_row_value<F> && (ROWS[F - Q2_K].codes == EIGHT_GRID || ROWS[F - Q2_K].codes == FOUR_GRID);
 // Lines of a block of 32 inputs.
 template <Format F> constexpr int lines_of_block() {
     if constexpr (is_row_value<F>)
@@ -367,39 +371,41 @@ __device__ __forceinline__ uint32_t digits_of(uint32_t bytes, int digit) {
     return of_two(bytes & 0x00ff00ffu) | of_two(bytes >> 8 & 0x00ff00ffu) << 8;
 }
 
-// IQ2 and IQ3: the magnitudes of this lane's 8 inputs of row 4q + r, and their signs, a bit each.
-template <Format F>
-__device__ __forceinline__ uint32_t row_magnitudes(
-    const RowUnit& unit, int r, const uint32_t* grid, uint32_t (&four)[2]) {
+// IQ2 and IQ3, of this lane's 8 inputs of row 4q + r: the signs, a bit each.
+template <Format F> __device__ __forceinline__ uint32_t row_signs(const RowUnit& unit, int r) {
     constexpr Row ROW = RowOf<F>::ROW;
     const int t = threadIdx.x % 4;
-    const uint32_t word = of_row(unit.lines[0], r), second = of_row(unit.lines[1], r);
-    const uint32_t upper = ROW.zero ? of_row(unit.lines[2], r) >> 8 * (unit.within % 4) : 0;
-    uint32_t signs = ROW.zero ? second >> 8 * t & 0xffu : second >> 7 * t & 0x7fu;
-    if (!ROW.zero) signs |= (__popc(signs) & 1u) << 7; // an even number of them
-    if constexpr (ROW.codes == EIGHT_GRID) {
-        uint32_t index = word >> 8 * t & 0xffu;
-        if (ROW.bits == 1) index |= (second >> (28 + t) & 1u) << 8;
-        if (ROW.bits == 2) index |= (upper >> 2 * t & 3u) << 8;
-        const uint32_t places = grid[index];
-        four[0] = __byte_perm(0x002b1908u, 0, places & 0xffffu);
-        four[1] = __byte_perm(0x002b1908u, 0, places >> 16);
-    } else {
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            uint32_t index = word >> (t % 2 * 16 + 8 * m) & 0xffu;
-            if (ROW.bits == 1) index |= (upper >> (2 * t + m) & 1u) << 8;
-            four[m] = ROW.zero ? __byte_perm(0x07050301u, 0x0f0d0b09u, grid[index])
-                               : __byte_perm(0x1c140c04u, 0x3e342c24u, grid[index]);
-        }
+    const uint32_t second = of_row(unit.lines[1], r);
+    if (ROW.zero) return __byte_perm(second, 0, 0x4440u + t);
+    const uint32_t signs = second >> 7 * t & 0x7fu;
+    return signs | (__popc(signs) & 1u) << 7; // an even number of them
+}
+// Which of the grid are their magnitudes: IQ2's, or the first (m = 0) or last ones of IQ3.
+template <Format F> __device__ __forceinline__ uint32_t row_index(const RowUnit& unit, int r, int m) {
+    constexpr Row ROW = RowOf<F>::ROW;
+    constexpr bool EIGHT = ROW.codes == EIGHT_GRID;
+    const int t = threadIdx.x % 4;
+    uint32_t index = __byte_perm(of_row(unit.lines[0], r), 0, 0x4440u + (EIGHT ? t : t % 2 * 2 + m));
+    if (ROW.zero) {
+        const uint32_t upper = of_row(unit.lines[2], r) >> 8 * (unit.within % 4);
+        index |= (EIGHT ? upper >> 2 * t & 3u : upper >> (2 * t + m) & 1u) << 8;
+    } else if (ROW.bits == 1) {
+        index |= (of_row(unit.lines[1], r) >> (28 + t) & 1u) << 8;
     }
-    return signs;
+    return index;
+}
+// The four magnitudes whose places are the lower nibbles of `places`.
+template <Format F> __device__ __forceinline__ uint32_t magnitudes_at(uint32_t places) {
+    constexpr Row ROW = RowOf<F>::ROW;
+    return ROW.codes == EIGHT_GRID ? __byte_perm(0x002b1908u, 0, places & 0xffffu)
+        : ROW.zero                 ? __byte_perm(0x07050301u, 0x0f0d0b09u, places)
+                                   : __byte_perm(0x1c140c04u, 0x3e342c24u, places);
 }
 
 // The codes of this lane's 8 inputs of row 4q + r, bytes with BIAS more; of E4M3 its bytes. `grid`: of each index the
 // places of its magnitudes among those there are, a nibble each.
-template <Format F>
-__device__ __forceinline__ void row_codes(const RowUnit& unit, int r, const uint32_t* grid, uint32_t (&four)[2]) {
+template <Format F, class G>
+__device__ __forceinline__ void row_codes(const RowUnit& unit, int r, const G& grid, uint32_t (&four)[2]) {
     using R = RowOf<F>;
     constexpr Row ROW = R::ROW;
     const int t = threadIdx.x % 4;
@@ -422,9 +428,13 @@ __device__ __forceinline__ void row_codes(const RowUnit& unit, int r, const uint
         four[0] = __byte_perm(0x00484038u, 0, places & 0xffffu) + beside;
         four[1] = __byte_perm(0x00484038u, 0, places >> 16) + beside;
     } else if constexpr (has_signs<F>) {
-        const uint32_t signs = row_magnitudes<F>(unit, r, grid, four);
+        const uint32_t signs = row_signs<F>(unit, r);
 #pragma unroll
-        for (int m = 0; m < 2; m++) four[m] = with_signs(four[m], signs >> 4 * m);
+        for (int m = 0; m < 2; m++) {
+            const uint32_t places =
+                ROW.codes == EIGHT_GRID ? grid[row_index<F>(unit, r, 0)] >> 16 * m : grid[row_index<F>(unit, r, m)];
+            four[m] = with_signs(magnitudes_at<F>(places), signs >> 4 * m);
+        }
     } else {
 #pragma unroll
         for (int m = 0; m < 2; m++) {
@@ -451,14 +461,6 @@ template <Format F, bool EXACT = true> __device__ __forceinline__ uint32_t row_p
         constexpr uint32_t MINUS_BIAS = 0xc300 + RowOf<F>::BIAS; // and 128
         return EXACT ? fma_bf16x2(above, 0x3f803f80u, MINUS_BIAS * 0x10001) : above;
     }
-}
-
-// Two magnitudes of row_magnitudes as bf16 numbers, numbers 2p and 2p + 1 of 8, with their signs.
-__device__ __forceinline__ uint32_t signed_pair(uint32_t four, uint32_t signs, int p) {
-    const uint32_t above = __byte_perm(four, 0x43u, p % 2 ? 0x4342 : 0x4140);
-    // Bits 2p and 2p + 1 come to the halves' upper ends.
-    return fma_bf16x2(above, 0x3f803f80u, 0xc300c300u) ^
-        (signs * ((1u << (15 - 2 * p)) | (1u << (30 - 2 * p))) & 0x80008000u);
 }
 
 // Number i of row_codes, exact; with NUMBER_BIAS more, which costs less.

@@ -1,11 +1,11 @@
 // What warps read of a stage in shared memory. A shape S (GemmShape, PersistentShape) says the format, its inputs K, of
 // which SPAN share a scale, and where the tiles' lines, their scales and the tokens' rows lie.
 #pragma once
-#include "packed_rows.cuh"
+#include "packed_table.cuh"
 
 // What codes have too much where they meet inputs as bf16 numbers; 0, or 128 and more.
 template <Format F> constexpr int code_bias() {
-    if constexpr (is_row_value<F>) return has_signs<F> ? 0 : (int)RowOf<F>::NUMBER_BIAS;
+    if constexpr (is_row_value<F>) return has_table<F> ? 0 : (int)RowOf<F>::NUMBER_BIAS;
     return F == INT4 ? 136 : 0;
 }
 
@@ -67,7 +67,8 @@ template <class S> struct InputPlaces {
     // Of block `b` and the 8 tokens from `token` on.
     __device__ __forceinline__ void load(
         const typename S::Stage& stage, int token, int b, uint32_t (&of)[PRODUCTS][2]) const {
-        const uint4 row = *reinterpret_cast<const uint4*>(stage.rows + token * S::K * 2 + b / 2 * 128 + inputs[b % 2]);
+        const uint4 row = in_order_of_codes<S::F>(
+            *reinterpret_cast<const uint4*>(stage.rows + token * S::K * 2 + b / 2 * 128 + inputs[b % 2]));
         of[0][0] = row.x, of[0][1] = row.y, of[1][0] = row.z, of[1][1] = row.w;
     }
 };

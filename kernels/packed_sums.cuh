@@ -310,10 +310,11 @@ template <class S> struct RowPlaces : InputPlaces<S> {
     using R = RowOf<F>;
     static constexpr Codes CODES = R::ROW.codes;
     static_assert(CODES != DIGITS && S::K == 64, "as lines are read here");
+    static_assert(!has_table<F> || S::SCALE_SUMS || S::DEALT, "inputs are permuted as they are loaded, or dealt out");
     int lines[R::LOADS];
-    const uint32_t* grid;
+    typename S::Table table;
 
-    __device__ __forceinline__ RowPlaces(int tile, const uint32_t* grid) : InputPlaces<S>(0), grid(grid) {
+    __device__ __forceinline__ RowPlaces(int tile, typename S::Table table) : InputPlaces<S>(0), table(table) {
         const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int l = 0; l < R::LOADS; l++)
@@ -334,23 +335,26 @@ template <class S> struct RowPlaces : InputPlaces<S> {
         return unit;
     }
     __device__ __forceinline__ void codes(const Raw& unit, int r, uint32_t (&four)[2]) const {
-        row_codes<F>(unit, r, grid, four);
+        row_codes<F>(unit, r, table, four);
     }
     template <bool EXACT> __device__ __forceinline__ void operand(const Raw& unit, uint32_t (&a)[2][4]) const {
-        if constexpr (!has_signs<F>)
+        if constexpr (!has_table<F>)
             row_operand<EXACT>(*this, unit, a);
         else
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                uint32_t four[2];
-                const uint32_t signs = row_magnitudes<F>(unit, r, grid, four);
+                uint32_t pairs[4];
+                if constexpr (S::SCALE_SUMS)
+                    table.codes(unit, r, pairs);
+                else
+                    table.codes_in_order(unit, r, pairs);
 #pragma unroll
-                for (int p = 0; p < 4; p++) a[p / 2][r + p % 2 * 2] = signed_pair(four[p / 2], signs, p);
+                for (int p = 0; p < 4; p++) a[p / 2][r + p % 2 * 2] = pairs[p];
             }
     }
 };
 
-// A warp's, by what is known of scales and where the grid is.
+// A warp's, by what is known of scales and where the table is.
 template <class S> __device__ __forceinline__ auto scales_of(const OfScales& of) {
     if constexpr (S::K_TYPE)
         return CountedScales<S>(of);
@@ -359,7 +363,7 @@ template <class S> __device__ __forceinline__ auto scales_of(const OfScales& of)
     else
         return StageScales<S>(threadIdx.x / WARP * S::WARP_TILES, of.f16);
 }
-template <class S> __device__ __forceinline__ auto places_of(int tile, const uint32_t* grid) {
+template <class S> __device__ __forceinline__ auto places_of(int tile, typename S::Table table) {
     if constexpr (S::F == Q6_K && S::SCALE_SUMS) {
         return SixBitPlaces<S>(tile);
     } else if constexpr (is_row_value<S::F>) {
@@ -367,7 +371,7 @@ template <class S> __device__ __forceinline__ auto places_of(int tile, const uin
         if constexpr (ROW.codes == INTEGERS && (ROW.bits == 4 || ROW.bits == 5))
             return IntegerPlaces<S>(tile);
         else
-            return RowPlaces<S>(tile, grid);
+            return RowPlaces<S>(tile, table);
     } else {
         return LanePlaces<S>(tile, 0);
     }

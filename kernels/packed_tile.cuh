@@ -43,7 +43,8 @@ enum Format {
     TQ2_0,
     FP8,
     FP8_F32,
-    ANY_ROW // one of them that the launch says
+    MXFP4_ROW, // MXFP4 for kernels that read it as a row, in a table (packed_table.cuh); behind all of Rust's
+    ANY_ROW    // one of them that the launch says
 };
 constexpr bool has_4_bits(Format f) { return f == INT4 || f == MXFP4; }
 __host__ __device__ constexpr bool is_row(Format f) { return f >= Q2_K; }

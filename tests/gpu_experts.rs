@@ -107,16 +107,25 @@ fn store_of(
     intermediate: usize,
     precision: impl Into<Precisions>,
 ) -> Arc<ExpertCache> {
+    store_with(EXPERTS, kind, hidden, intermediate, precision)
+}
+
+fn store_with(
+    num_experts: usize,
+    kind: ExpertKind,
+    hidden: usize,
+    intermediate: usize,
+    precision: impl Into<Precisions>,
+) -> Arc<ExpertCache> {
     let (layers, precision): (Vec<usize>, Precisions) = ((0..LAYERS).collect(), precision.into());
     let layouts: Vec<_> =
         layers.iter().map(|&i| kind.layout(hidden, intermediate, precision.layer(i)).unwrap()).collect();
-    let contents =
-        Contents { model: "random", hidden, intermediate, num_experts: EXPERTS, kind, precision, layers: &layers };
+    let contents = Contents { model: "random", hidden, intermediate, num_experts, kind, precision, layers: &layers };
     let cache = ExpertCache::anonymous(&contents, |layer, expert, bytes| {
         let layout = layouts[layer];
         let weights = |part: u64, [n, k]: [usize; 2]| -> Vec<f32> {
             let unit = 3.0 / (k as f32).sqrt();
-            let numbers = random(n * k, part + 10 * (layer * EXPERTS + expert) as u64);
+            let numbers = random(n * k, part + 10 * (layer * num_experts + expert) as u64);
             numbers.iter().map(|w| unit * w).collect()
         };
         bytes.copy_from_slice(&quantize_expert(
@@ -218,7 +227,7 @@ fn run_on_cpu(experts: &mut CpuExperts, layer: usize, x: &[f32], routing: &Routi
 /// `sum_e weight * down(silu(gate x) * up x)` in f64 on the dequantized weights.
 fn naive(store: &ExpertCache, layer: usize, x: &[f32], routing: &Routing) -> Vec<f32> {
     let layout = store.layout(layer);
-    let experts: Vec<_> = (0..EXPERTS).map(|e| unpack_expert(&layout, store.expert(layer, e))).collect();
+    let experts: Vec<_> = (0..store.num_experts()).map(|e| unpack_expert(&layout, store.expert(layer, e))).collect();
     let product = |w: &[f32], x: &[f64]| -> Vec<f64> {
         w.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| *w as f64 * x).sum()).collect()
     };
@@ -307,7 +316,7 @@ fn pieces_of_rows() {
     need_gpu!();
     // On Hopper up to 8, 16, 24 and 32 tokens of an expert, whose scales are applied to sums; then larger pieces of
     // inputs that were dealt out, 48, 96 and 176.
-    for &(precision, hidden, intermediate) in ROWS {
+    for &(precision, hidden, intermediate) in ROWS.iter().chain(&[(Precision::Mxfp4, 160, 96)]) {
         check_store(
             &store(hidden, intermediate, precision),
             &precision.into(),
@@ -324,8 +333,28 @@ fn pieces_of_rows() {
     for precision in counted.into_iter().chain(with_lines_behind) {
         check_store(&store(512, 256, precision), &precision.into(), &[30, 70, 130, 260], &[Place::Vram]);
     }
-    for precision in [Precision::Nvfp4, Precision::uint4(64), Precision::fp8(64)] {
+    for precision in [Precision::Nvfp4, Precision::Mxfp4, Precision::uint4(64), Precision::fp8(64)] {
         check_store(&store(576, 320, precision), &precision.into(), &[30, 70], &[Place::Vram]);
+    }
+}
+
+#[test]
+fn many_experts_of_uneven_popularity() {
+    need_gpu!();
+    // More pieces than an H200 has multiprocessors, experts with none, one and several of them, not whole warps of
+    // experts.
+    const MANY: usize = 300;
+    let store = store_with(MANY, ExpertKind::Gated, 64, 32, Precision::Mxfp4);
+    let b = &Sides::new().gpu;
+    let sizes = Sizes { tokens: MAX_TOKENS, cpu_tokens: 1, top_k: TOP_K, resident: MANY, ..NONE_HELD };
+    let mut experts = share_of(b, &store, Place::Vram, sizes);
+    for (tokens, layer) in [(100, 0), (MAX_TOKENS, 1)] {
+        let first = random(tokens, 80).into_iter().map(|n| ((n * n * n).abs() * MANY as f32) as i32);
+        let ids: Vec<_> = first.flat_map(|id| [id, id + 1, (id + 150) % MANY as i32]).collect();
+        let routing = Routing { top_k: TOP_K, weights: random(ids.len(), 81), ids };
+        let x = random(tokens * 64, 82);
+        let what = format!("{tokens} tokens of {MANY} experts");
+        check(&what, &run(b, &mut experts, layer, &x, &routing, 0.0), &naive(&store, layer, &x, &routing), ROUNDED);
     }
 }
 

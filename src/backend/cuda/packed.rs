@@ -36,10 +36,14 @@ fn persistent_from(precision: Precision) -> Option<usize> {
     match precision {
         Precision::Bf16 | Precision::Tq1_0 => None,
         Precision::Int8 { .. } => Some(12),
-        Precision::Int4 { .. } | Precision::Mxfp4 => Some(15),
+        Precision::Int4 { .. } => Some(15),
+        Precision::Mxfp4 => Some(MXFP4_FROM),
         _ => Some(0), // tiles of other rows are unpacked through shared memory
     }
 }
+
+/// The same of MXFP4.
+const MXFP4_FROM: usize = 1;
 
 /// The kernels for one matrix of routed experts, and what they are told of its precision.
 pub(crate) struct MatrixKernels<A> {
@@ -152,10 +156,11 @@ impl ExpertKernels {
     }
 
     /// From so many tokens of an expert on, on average, blocks stay: for both matrices or for neither, because tiles
-    /// write and read `h` as it lies. What one of them loses while it has few tokens is less than what the other gains.
+    /// write and read `h` as it lies. What one of them loses while it has few tokens is less than what the other gains,
+    /// but for MXFP4, whose tiles are not far behind.
     fn persistent_from(&self, device: &DeviceInfo) -> Option<usize> {
         let from = self.gate.persistent_from.zip(self.down.persistent_from).filter(|_| device.has_wgmma());
-        from.map(|(gate, down)| gate.min(down))
+        from.map(|(gate, down)| if gate.min(down) == MXFP4_FROM { gate.max(down) } else { gate.min(down) })
     }
 
     /// Whether blocks stay for some number of tokens.
@@ -236,15 +241,16 @@ mod tests {
             // Tiles of rows would be unpacked through shared memory.
             let of_few = persistent_from(precision) == Some(0);
             assert_eq!(of_few, span(precision) == ANY_ROW && precision != Precision::Tq1_0, "{precision}");
-            assert_eq!(found.gate.persistent.first().is_some_and(|kernel| kernel.tile[0] == 16), of_few, "{precision}");
+            let has_16 = found.gate.persistent.first().is_some_and(|kernel| kernel.tile[0] == 16);
+            assert_eq!(has_16, of_few || precision == Precision::Mxfp4, "{precision}");
         }
         let (more, groups_of_16) = (&[48, 96, 176][..], &[16, 48, 96, 176][..]);
         let (rows, none) = (&[16, 32, 48, 96, 176][..], &[][..]);
         for (precision, expected) in [
             (Precision::int4(32), more),
             (Precision::int4(128), more),
-            (Precision::Mxfp4, more),
             (Precision::int8(64), more),
+            (Precision::Mxfp4, rows),
             (Precision::Q4K, rows),
             (Precision::Q5K, rows),
             (Precision::Q6K, rows),
@@ -284,5 +290,10 @@ mod tests {
         assert!(!stays(Precision::Q4K, Precision::Bf16, hopper, 100), "BF16 has no such kernels");
         assert!(stays(Precision::Q4K, int8, hopper, 1), "tiles of Q4_K would cost more");
         assert!(!stays(int4, int8, hopper, 11) && stays(int4, int8, hopper, 12) && !stays(int4, int4, hopper, 14));
+        assert!(!stays(Precision::Mxfp4, Precision::Mxfp4, hopper, 0));
+        assert!(
+            stays(Precision::Mxfp4, Precision::Mxfp4, hopper, 1) && stays(Precision::Mxfp4, Precision::Q4K, hopper, 0)
+        );
+        assert!(!stays(Precision::Mxfp4, int8, hopper, 11) && stays(Precision::Mxfp4, int8, hopper, 12));
     }
 }
