@@ -254,8 +254,8 @@ else:
                 ids.shape
             ).astype(np.float32)
 
-        def step(self, tokens, step, graph=True):
-            """Runs all layers, and checks what each returns."""
+        def step(self, tokens, step, graph=True, within=0.02):
+            """Runs all layers, and checks what each returns. Gives their errors."""
             if graph and tokens not in self.graphs:
                 arrays = self.arrays(tokens)
                 self.graphs[tokens] = arrays, self.driver.capture(self.stream, lambda: self.run(arrays))
@@ -268,10 +268,13 @@ else:
                 self.driver.launch(self.graphs[tokens][1], self.stream)
             else:
                 self.run(arrays)
+            errors = []
             for i, ((_, out), (x, ids, topk)) in enumerate(zip(arrays, batches)):
                 mask = self.layers[i].gpu_experts_mask
                 expected = reference(self.weights[i], f32(x), ids, topk, mask)
-                assert error(f32(out.read(self.stream)), expected) < 0.02, (step, tokens, i)
+                errors.append(error(f32(out.read(self.stream)), expected))
+                assert errors[-1] < within, (step, tokens, i)
+            return errors
 
     # Where the caller computes no expert, products are on its own stream.
     @pytest.mark.parametrize("held, own", [(1, 1), (2, 1), (4, 1), (7, 1), (1, 0), (5, 0), (8, 0)])
@@ -287,8 +290,10 @@ else:
 
     def test_held_experts_of_integers(driver, tmp_path):
         model = Held(driver, tmp_path, 3, precision="int8")
-        for step in range(60):
-            model.step((1, 6)[step % 2], step)
+        # Eight bits of activations, on the CPU alone, move one token of several hundred by 2%. All experts of all
+        # steps on the CPU are 1.3% off; which steps go there is up to the machine's timing.
+        errors = [model.step((1, 6)[step % 2], step, within=0.04) for step in range(60)]
+        assert np.sqrt(np.mean(np.square(errors))) < 0.015
 
     def test_replays_that_do_not_wait_for_each_other(driver, tmp_path):
         model = Held(driver, tmp_path, 3)
