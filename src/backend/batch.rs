@@ -31,6 +31,15 @@ pub struct Span {
     pub blocks: Range<usize>,
 }
 
+impl Span {
+    /// Its positions, cut where a block of the cache begins.
+    pub fn by_block(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (start, end) = (self.start, self.start + self.rows.len());
+        let blocks = start / BLOCK_SIZE..end.div_ceil(BLOCK_SIZE);
+        blocks.map(move |i| start.max(i * BLOCK_SIZE)..end.min((i + 1) * BLOCK_SIZE))
+    }
+}
+
 impl Clone for Batch {
     fn clone(&self) -> Self {
         let mut batch = Self::default();

@@ -3,6 +3,7 @@
 //! ```text
 //! memory, load             activations; weights
 //! dense                    ops on rows
+//! heads                    what queries and keys go through before attention
 //! attend on kv, softmax    attention; its cache, its tiles
 //! select                   the positions that queries attend to
 //! recur, kda, mamba2       DeltaNet, Kimi delta attention, Mamba-2
@@ -15,6 +16,7 @@
 mod attend;
 mod compress;
 mod dense;
+mod heads;
 mod kda;
 mod kv;
 mod load;

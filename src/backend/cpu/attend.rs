@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use super::heads::{self, Preparation};
 use super::kv::Kv;
 use super::load::LatentUp;
 use super::select::{Chosen, listed};
@@ -12,13 +13,10 @@ use super::{Cpu, lock};
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
 use crate::backend::tensor::Tensor;
-use crate::backend::{Attend, Choice, LatentQueries, Memory, Rotary, Softmax};
+use crate::backend::{Attend, Choice, Heads, LatentQueries, Memory, Rotary, Softmax};
 use crate::config::KvBits;
 use crate::machine::workers::Shared;
 use crate::model::{Indexer, KvDims, Mla, PositionScale, Values};
-
-/// Positions of a batch from which on all workers store them.
-const PARALLEL_POSITIONS: usize = 4;
 
 /// Numbers in the sums of segments that are shared out, at most: 64 MiB. Beyond, one worker does all segments of a
 /// tile.
@@ -51,31 +49,16 @@ impl Cpu {
         });
     }
 
-    /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns: `turn` does a pair.
+    /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns; `pair` does a pair.
     fn turn_heads(
         &self,
         x: &mut Tensor,
-        head_dim: usize,
-        at: usize,
-        &Rotary { angles, interleaved }: &Rotary<'_, Self>,
-        turn: impl Fn(&mut f32, &mut f32, f32, f32) + Sync,
+        (head_dim, at): (usize, usize),
+        rotary: &Rotary<'_, Self>,
+        pair: impl Fn(&mut f32, &mut f32, f32, f32) + Sync,
     ) {
-        let half = angles.cols() / 2;
         self.each_row(x, |t, row, _| {
-            let (cos, sin) = angles.row(t).split_at(half);
-            for head in row.chunks_exact_mut(head_dim) {
-                let part = &mut head[at..at + 2 * half];
-                if interleaved {
-                    for ([a, b], (cos, sin)) in part.as_chunks_mut::<2>().0.iter_mut().zip(cos.iter().zip(sin)) {
-                        turn(a, b, *cos, *sin);
-                    }
-                } else {
-                    let (first, second) = part.split_at_mut(half);
-                    for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)) {
-                        turn(a, b, *cos, *sin);
-                    }
-                }
-            }
+            row.chunks_exact_mut(head_dim).for_each(|head| heads::turn(&mut head[at..], rotary, t, &pair));
         });
     }
 
@@ -250,46 +233,30 @@ impl Attend for Cpu {
     }
 
     fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
-        self.turn_heads(x, head_dim, at, rotary, |a, b, cos, sin| {
-            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin)
-        });
+        self.turn_heads(x, (head_dim, at), rotary, heads::forward);
     }
 
     fn rope_back(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
-        self.turn_heads(x, head_dim, at, rotary, |a, b, cos, sin| {
-            (*a, *b) = (*a * cos + *b * sin, *b * cos - *a * sin)
-        });
+        self.turn_heads(x, (head_dim, at), rotary, heads::back);
     }
 
     fn kv_write(&self, kv: &mut Kv, batch: &Batch, key: &Tensor, value: Option<&Tensor>) {
-        let (heads, dims) = (kv.heads, [kv.keys.layout.k, kv.values.layout.n]);
-        let (to, scratch) = (kv.writer(), &self.scratch);
-        // One worker stores all positions of a block: neighbours share words.
-        let store = |worker: usize, workers: usize| {
-            let mut scratch = lock(&scratch[worker]);
-            for (i, span) in batch.spans.iter().enumerate() {
-                for (t, position) in span.rows.clone().zip(span.start..) {
-                    if (i + position / BLOCK_SIZE) % workers != worker {
-                        continue;
-                    }
-                    let block = batch.slot(span, position) / BLOCK_SIZE;
-                    for head in 0..heads {
-                        let value = value.map(|value| &value.row(t)[head * dims[1]..][..dims[1]]);
-                        let row = (&key.row(t)[head * dims[0]..][..dims[0]], value);
-                        // SAFETY: a block belongs to one sequence, and in it to one worker.
-                        #[allow(unsafe_code)]
-                        unsafe {
-                            to.put(block * heads + head, position % BLOCK_SIZE, row, &mut scratch.row);
-                        }
-                    }
-                }
-            }
-        };
-        if batch.len() < PARALLEL_POSITIONS {
-            store(0, 1);
-        } else {
-            self.team.run(&|worker| store(worker.index, worker.count));
-        }
+        let of_keys = Preparation::none(kv.keys.layout.k);
+        self.prepare_and_store(kv, batch, None, (key, of_keys), value);
+    }
+
+    fn prepare_heads(
+        &self,
+        kv: &mut Kv,
+        batch: &Batch,
+        rotary: Option<&Rotary<'_, Self>>,
+        q: Heads<'_, Self>,
+        k: Heads<'_, Self>,
+        v: Option<&Tensor>,
+    ) {
+        let (of_queries, of_keys) = (Preparation::of(&q, rotary), Preparation::of(&k, rotary));
+        let queries = (!of_queries.is_nothing()).then_some((q.x, of_queries));
+        self.prepare_and_store(kv, batch, queries, (k.x, of_keys), v);
     }
 
     fn attend(&self, kv: &Kv, batch: &Batch, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
