@@ -40,7 +40,7 @@ use super::{ExpertExecutor, Traffic};
 use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
 use crate::backend::tensor::Tensor;
-use crate::kernel::{Activations, Kernel};
+use crate::kernel::{Activations, Kernel, part, parts};
 use crate::machine::heap::Heap;
 use crate::machine::workers::{Claims, Shared, Team};
 use crate::{Error, Result};
@@ -294,20 +294,22 @@ impl CpuExperts {
             // SAFETY: no other thread has started.
             return unsafe { rows.put(kernel, 0..1, x) };
         }
-        let put = |tokens: Range<usize>| {
-            for token in tokens {
+        let put = |mine: Range<usize>| {
+            for i in mine {
+                let (token, inputs) = part(i, self.tokens, k);
                 let pairs = pair_of[token * top_k..][..top_k]
                     .iter()
                     .filter(|pair| **pair != NO_PAIR)
                     .map(|pair| *pair as usize);
-                // SAFETY: each token is in exactly one worker's range, and a pair has one token.
-                unsafe { rows.put(kernel, pairs, &x[token * k..][..k]) };
+                // SAFETY: each part of a token is in exactly one worker's range, and a pair has one token.
+                unsafe { rows.put_inputs(kernel, pairs, inputs.start, &x[token * k..][inputs]) };
             }
         };
+        let all = parts(self.tokens, k);
         if self.tokens * k < PARALLEL_VALUES {
-            put(0..self.tokens);
+            put(0..all);
         } else {
-            self.team.run(&|worker| put(worker.share(self.tokens)));
+            self.team.run(&|worker| put(worker.share(all)));
         }
     }
 }

@@ -114,6 +114,21 @@ impl Activations {
     }
 }
 
+/// Inputs that a worker prepares at a time: whole groups, and whole blocks, of every form.
+const PART: usize = 512;
+
+/// Parts of `rows` rows of `k` inputs, more than rows: few rows are work for many workers, too.
+pub fn parts(rows: usize, k: usize) -> usize {
+    rows * k.div_ceil(PART)
+}
+
+/// The row and the inputs of a part. Parts that follow each other are the same inputs of different rows: these lie
+/// together once they are prepared.
+pub fn part(i: usize, rows: usize, k: usize) -> (usize, Range<usize>) {
+    let from = i / rows * PART;
+    (i % rows, from..k.min(from + PART))
+}
+
 /// Forms of activations that there are.
 pub const FORMS: usize = 5;
 

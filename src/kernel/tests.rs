@@ -183,6 +183,32 @@ fn prepare(kernel: &dyn Kernel, layout: &MatrixLayout, x: &[f32]) -> Activations
     activations
 }
 
+/// Rows of more than one part, the last of which is not full.
+#[test]
+fn rows_are_prepared_in_parts() {
+    each(|kernel| {
+        for precision in Precision::all() {
+            let (rows, k) = (5, 1300 / unit(precision) * unit(precision));
+            let layout = MatrixLayout::new(TILE_ROWS, k, precision).unwrap();
+            let mut random = Random(k as u64);
+            let (weights, x) = (tiles(&layout, &mut random), random.normals(rows * k));
+            let mut by_part = Activations::default();
+            let to = by_part.start(kernel, precision, k, rows);
+            for i in (0..parts(rows, k)).rev() {
+                let (t, inputs) = part(i, rows, k);
+                // SAFETY: no other thread uses it.
+                unsafe { to.put_inputs(kernel, t..t + 1, inputs.start, &x[t * k..][inputs]) };
+            }
+            let product = |activations: &Activations| {
+                let mut out = vec![0.0; rows * TILE_ROWS];
+                kernel.matmul(&layout, &weights[..].into(), &activations.rows(0..rows), Start::Zero, &mut out);
+                bits(&out)
+            };
+            assert_eq!(product(&by_part), product(&prepare(kernel, &layout, &x)), "{precision}, {k} inputs");
+        }
+    });
+}
+
 #[test]
 fn matmul_gives_equal_bits() {
     let tokens = prop_oneof![1..20usize, 1..70usize];

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::backend::Dense;
 use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
-use crate::kernel::{ActivationRows, FORMS, Kernel, Rows, Start, form};
+use crate::kernel::{ActivationRows, FORMS, Kernel, Rows, Start, form, part, parts};
 use crate::machine::workers::{Claimant, Claims, Cut, Shared};
 use crate::model::{Activation, GateActivation};
 
@@ -77,24 +77,25 @@ impl Cpu {
         let prepared = activations.each_mut().map(|of| Some(of.start(kernel, needed.next().flatten()?, k, rows)));
         let prepare = |mine: Range<usize>| {
             for of in prepared.iter().flatten() {
-                for t in mine.clone() {
-                    // SAFETY: each row is prepared by one worker, before the barrier.
+                for i in mine.clone() {
+                    let (t, inputs) = part(i, rows, k);
+                    // SAFETY: each part is prepared by one worker, before the barrier.
                     #[allow(unsafe_code)]
                     unsafe {
-                        of.put(kernel, t..t + 1, x.row(t));
+                        of.put_inputs(kernel, t..t + 1, inputs.start, &x.row(t)[inputs]);
                     }
                 }
             }
         };
         let alone = rows * k < PARALLEL;
         if alone {
-            prepare(0..rows);
+            prepare(0..parts(rows, k));
         }
         let (claims, scratch) = (Claims::default(), &self.scratch);
         self.team.run(&|worker| {
             let y = &mut lock(&scratch[worker.index]).values;
             if !alone {
-                prepare(worker.share(rows));
+                prepare(worker.share(parts(rows, k)));
                 worker.barrier();
             }
             let mut claimant = Claimant::new(worker.index);
