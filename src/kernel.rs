@@ -44,7 +44,7 @@ mod unpacked;
 use half::bf16;
 use moebius_cache::pack::MatrixLayout;
 
-pub use self::activations::{ActivationRows, Activations, ActivationsMut, FORMS, form, part, parts};
+pub use self::activations::{ActivationRows, Activations, ActivationsMut, FORMS, chunk, chunks, form};
 pub use self::halves::halves;
 pub(crate) use self::tiles::fetch;
 pub use self::tiles::{Ahead, Tiles};

@@ -90,8 +90,8 @@ pub trait Attend: Dense {
     /// Stores keys and values of the batch's tokens in its sequences' blocks; `value` is none where values are the
     /// first numbers of the keys. The tokens of a sequence come in the order of their positions.
     fn kv_write(&self, kv: &mut Self::Kv, batch: &Self::Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
-    /// Norms and, with `rotary`, rotates queries and keys, and stores keys and values; `k` is undefined afterwards. The
-    /// default is what it means, a device may fuse it.
+    /// Norms and, with `rotary`, rotates queries and keys, and stores keys and values: [`Dense::rms_norm_heads`],
+    /// [`Attend::rope`] and [`Attend::kv_write`] in one. `k` is undefined afterwards.
     fn prepare_heads(
         &self,
         kv: &mut Self::Kv,
@@ -100,17 +100,7 @@ pub trait Attend: Dense {
         q: Heads<'_, Self>,
         k: Heads<'_, Self>,
         v: Option<&Self::Tensor>,
-    ) {
-        for Heads { x, heads, dim, norm, rope_at } in [q, Heads { x: &mut *k.x, ..k }] {
-            if let Some((norm, width, eps)) = norm {
-                self.rms_norm_heads(x, norm, eps, 0..if width == dim { heads * dim } else { width });
-            }
-            if let Some(rotary) = rotary {
-                self.rope(x, dim, rope_at, rotary);
-            }
-        }
-        self.kv_write(kv, batch, k.x, v);
-    }
+    );
     /// Causal attention of `q` `[T, num_heads * key_dim]` over the cached positions of each token's sequence, itself
     /// included; `out` is `[T, num_heads * value_dim]`.
     fn attend(

@@ -40,7 +40,7 @@ use super::{ExpertExecutor, Traffic};
 use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
 use crate::backend::tensor::Tensor;
-use crate::kernel::{Activations, Kernel, part, parts};
+use crate::kernel::{Activations, Kernel, chunk, chunks};
 use crate::machine::heap::Heap;
 use crate::machine::workers::{Claims, Shared, Team};
 use crate::{Error, Result};
@@ -296,16 +296,16 @@ impl CpuExperts {
         }
         let put = |mine: Range<usize>| {
             for i in mine {
-                let (token, inputs) = part(i, self.tokens, k);
+                let (token, inputs) = chunk(i, self.tokens, k);
                 let pairs = pair_of[token * top_k..][..top_k]
                     .iter()
                     .filter(|pair| **pair != NO_PAIR)
                     .map(|pair| *pair as usize);
-                // SAFETY: each part of a token is in exactly one worker's range, and a pair has one token.
+                // SAFETY: each chunk of a token is in exactly one worker's range, and a pair has one token.
                 unsafe { rows.put_inputs(kernel, pairs, inputs.start, &x[token * k..][inputs]) };
             }
         };
-        let all = parts(self.tokens, k);
+        let all = chunks(self.tokens, k);
         if self.tokens * k < PARALLEL_VALUES {
             put(0..all);
         } else {

@@ -115,18 +115,19 @@ impl Activations {
 }
 
 /// Inputs that a worker prepares at a time: whole groups, and whole blocks, of every form.
-const PART: usize = 512;
+const CHUNK: usize = 512;
 
-/// Parts of `rows` rows of `k` inputs, more than rows: few rows are work for many workers, too.
-pub fn parts(rows: usize, k: usize) -> usize {
-    rows * k.div_ceil(PART)
+/// How many chunks `rows` rows of `k` inputs have: more than there are rows, so that few rows are work for many
+/// workers.
+pub fn chunks(rows: usize, k: usize) -> usize {
+    rows * k.div_ceil(CHUNK)
 }
 
-/// The row and the inputs of a part. Parts that follow each other are the same inputs of different rows: these lie
+/// The row and the inputs of chunk `i`. Chunks that follow each other are the same inputs of different rows: these lie
 /// together once they are prepared.
-pub fn part(i: usize, rows: usize, k: usize) -> (usize, Range<usize>) {
-    let from = i / rows * PART;
-    (i % rows, from..k.min(from + PART))
+pub fn chunk(i: usize, rows: usize, k: usize) -> (usize, Range<usize>) {
+    let from = i / rows * CHUNK;
+    (i % rows, from..k.min(from + CHUNK))
 }
 
 /// Forms of activations that there are.

@@ -183,19 +183,19 @@ fn prepare(kernel: &dyn Kernel, layout: &MatrixLayout, x: &[f32]) -> Activations
     activations
 }
 
-/// Rows of more than one part, the last of which is not full.
+/// Rows of more than one chunk, the last of which is not full.
 #[test]
-fn rows_are_prepared_in_parts() {
+fn rows_are_prepared_in_chunks() {
     each(|kernel| {
         for precision in Precision::all() {
             let (rows, k) = (5, 1300 / unit(precision) * unit(precision));
             let layout = MatrixLayout::new(TILE_ROWS, k, precision).unwrap();
             let mut random = Random(k as u64);
             let (weights, x) = (tiles(&layout, &mut random), random.normals(rows * k));
-            let mut by_part = Activations::default();
-            let to = by_part.start(kernel, precision, k, rows);
-            for i in (0..parts(rows, k)).rev() {
-                let (t, inputs) = part(i, rows, k);
+            let mut by_chunk = Activations::default();
+            let to = by_chunk.start(kernel, precision, k, rows);
+            for i in (0..chunks(rows, k)).rev() {
+                let (t, inputs) = chunk(i, rows, k);
                 // SAFETY: no other thread uses it.
                 unsafe { to.put_inputs(kernel, t..t + 1, inputs.start, &x[t * k..][inputs]) };
             }
@@ -204,7 +204,7 @@ fn rows_are_prepared_in_parts() {
                 kernel.matmul(&layout, &weights[..].into(), &activations.rows(0..rows), Start::Zero, &mut out);
                 bits(&out)
             };
-            assert_eq!(product(&by_part), product(&prepare(kernel, &layout, &x)), "{precision}, {k} inputs");
+            assert_eq!(product(&by_chunk), product(&prepare(kernel, &layout, &x)), "{precision}, {k} inputs");
         }
     });
 }

@@ -53,7 +53,8 @@ impl Cpu {
     fn turn_heads(
         &self,
         x: &mut Tensor,
-        (head_dim, at): (usize, usize),
+        head_dim: usize,
+        at: usize,
         rotary: &Rotary<'_, Self>,
         pair: impl Fn(&mut f32, &mut f32, f32, f32) + Sync,
     ) {
@@ -233,11 +234,11 @@ impl Attend for Cpu {
     }
 
     fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
-        self.turn_heads(x, (head_dim, at), rotary, heads::forward);
+        self.turn_heads(x, head_dim, at, rotary, heads::forward);
     }
 
     fn rope_back(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
-        self.turn_heads(x, (head_dim, at), rotary, heads::back);
+        self.turn_heads(x, head_dim, at, rotary, heads::back);
     }
 
     fn kv_write(&self, kv: &mut Kv, batch: &Batch, key: &Tensor, value: Option<&Tensor>) {

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::backend::Dense;
 use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
-use crate::kernel::{ActivationRows, FORMS, Kernel, Rows, Start, form, part, parts};
+use crate::kernel::{ActivationRows, FORMS, Kernel, Rows, Start, chunk, chunks, form};
 use crate::machine::workers::{Claimant, Claims, Cut, Shared};
 use crate::model::{Activation, GateActivation};
 
@@ -78,8 +78,8 @@ impl Cpu {
         let prepare = |mine: Range<usize>| {
             for of in prepared.iter().flatten() {
                 for i in mine.clone() {
-                    let (t, inputs) = part(i, rows, k);
-                    // SAFETY: each part is prepared by one worker, before the barrier.
+                    let (t, inputs) = chunk(i, rows, k);
+                    // SAFETY: each chunk is prepared by one worker, before the barrier.
                     #[allow(unsafe_code)]
                     unsafe {
                         of.put_inputs(kernel, t..t + 1, inputs.start, &x.row(t)[inputs]);
@@ -89,13 +89,13 @@ impl Cpu {
         };
         let alone = rows * k < PARALLEL;
         if alone {
-            prepare(0..parts(rows, k));
+            prepare(0..chunks(rows, k));
         }
         let (claims, scratch) = (Claims::default(), &self.scratch);
         self.team.run(&|worker| {
             let y = &mut lock(&scratch[worker.index]).values;
             if !alone {
-                prepare(worker.share(parts(rows, k)));
+                prepare(worker.share(chunks(rows, k)));
                 worker.barrier();
             }
             let mut claimant = Claimant::new(worker.index);

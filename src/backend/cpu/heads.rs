@@ -1,5 +1,7 @@
 //! What queries and keys go through between their products and attention: norms, rotations, and the way into the cache.
 
+use std::ops::Range;
+
 use super::kv::Kv;
 use super::{Cpu, Scratch, lock};
 use crate::backend::batch::{BLOCK_SIZE, Batch};
@@ -94,42 +96,48 @@ impl Cpu {
         assert!(of_keys.dim == dim && keys.cols() == heads * dim);
         let numbers = queries.iter().map(|(q, _)| q.data().len()).sum::<usize>() + keys.data().len();
         let queries = queries.map(|(q, of)| (q.cols() / of.dim, Shared::new(q.data_mut()), of));
-        let (to, scratch) = (kv.writer(), &self.scratch);
-        let work = |worker: usize, workers: usize| {
-            let Scratch { values: head, row, .. } = &mut *lock(&scratch[worker]);
-            if let Some((heads, q, of_queries)) = &queries {
-                let (dim, count) = (of_queries.dim, q.len() / of_queries.dim);
-                let head = head.take(dim);
-                for i in count * worker / workers..count * (worker + 1) / workers {
-                    // SAFETY: a head is in one worker's share.
-                    #[allow(unsafe_code)]
-                    let x = unsafe { q.slice_mut(i * dim..(i + 1) * dim) };
-                    of_queries.head(kernel, i / heads, x, head);
-                    x.copy_from_slice(head);
-                }
+        let query_heads = queries.as_ref().map_or(0, |(_, q, of)| q.len() / of.dim);
+        let to = kv.writer();
+        let prepare = |mine: Range<usize>, Scratch { values: room, .. }: &mut Scratch| {
+            let Some((heads, q, of_queries)) = &queries else { return };
+            let (dim, room) = (of_queries.dim, room.take(of_queries.dim));
+            for i in mine {
+                // SAFETY: a head is in one worker's share.
+                #[allow(unsafe_code)]
+                let x = unsafe { q.slice_mut(i * dim..(i + 1) * dim) };
+                of_queries.head(kernel, i / heads, x, room);
+                x.copy_from_slice(room);
             }
-            let head = head.take(dim);
-            // One worker stores all positions of a block and head: neighbours share words.
+        };
+        // One worker stores all positions of a block and head: neighbours share words.
+        let store = |worker: usize, workers: usize, Scratch { values: room, row, .. }: &mut Scratch| {
+            let room = room.take(dim);
             let runs = batch.spans.iter().flat_map(|span| span.by_block().map(move |positions| (span, positions)));
             let runs = runs.flat_map(|(span, positions)| (0..heads).map(move |h| (span, positions.clone(), h)));
             for (span, positions, h) in runs.skip(worker).step_by(workers) {
                 for position in positions {
                     let (t, slot) = (span.rows.start + position - span.start, batch.slot(span, position));
-                    of_keys.head(kernel, t, &keys.row(t)[h * dim..][..dim], head);
+                    of_keys.head(kernel, t, &keys.row(t)[h * dim..][..dim], room);
                     let value = values.map(|values| &values.row(t)[h * value_dim..][..value_dim]);
                     // SAFETY: a block belongs to one sequence, and each of its heads to one worker.
                     #[allow(unsafe_code)]
                     unsafe {
-                        to.put(slot / BLOCK_SIZE * heads + h, slot % BLOCK_SIZE, (head, value), row);
+                        to.put(slot / BLOCK_SIZE * heads + h, slot % BLOCK_SIZE, (room, value), row);
                     }
                 }
             }
         };
         if numbers < PARALLEL {
-            work(0, 1);
-        } else {
-            self.team.run(&|worker| work(worker.index, worker.count));
+            let scratch = &mut lock(&self.scratch[0]);
+            prepare(0..query_heads, scratch);
+            return store(0, 1, scratch);
         }
+        let scratch = &self.scratch;
+        self.team.run(&|worker| {
+            let scratch = &mut lock(&scratch[worker.index]);
+            prepare(worker.share(query_heads), scratch);
+            store(worker.index, worker.count, scratch);
+        });
     }
 }
 
