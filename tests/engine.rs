@@ -210,7 +210,7 @@ impl Forward for Broken {
         rows: &[usize],
         inverse_temperatures: &[f32],
         out: &mut Vec<moebius::backend::tensor::Shortlist>,
-    ) -> moebius::Result<bool> {
+    ) -> moebius::Result<()> {
         self.0.shortlists(rows, inverse_temperatures, out)
     }
 

@@ -10,6 +10,7 @@
 //! compress                 entries of several positions
 //! streams                  several residual streams
 //! route, record            experts for each token; steering
+//! shortlist                the largest logits
 //! rank                     no sums over devices
 //! ```
 
@@ -27,6 +28,7 @@ mod record;
 mod recur;
 mod route;
 mod select;
+mod shortlist;
 mod softmax;
 mod streams;
 
@@ -49,6 +51,7 @@ pub use load::{DeltaNet, Embedding, Heads, LatentUp, Linear};
 pub(crate) use record::op_times;
 pub use recur::State;
 pub use select::{Chosen, Index};
+pub use shortlist::Shortlister;
 
 /// Ops on host memory, run by a team of pinned workers.
 pub struct Cpu {
@@ -117,6 +120,17 @@ impl Cpu {
             let mut scratch = lock(&scratch[worker.index]);
             mine.zip(out.chunks_exact_mut(cols)).for_each(|(t, row)| work(t, row, &mut scratch));
         });
+    }
+}
+
+impl Cpu {
+    /// `work` on all numbers, in parts of all workers if there are many.
+    #[track_caller]
+    fn each_number(&self, x: &mut Tensor, work: impl Fn(&mut [f32]) + Sync) {
+        match x.data().len() < PARALLEL {
+            true => work(x.data_mut()),
+            false => self.team.each_share(x.data_mut(), 1, |_, _, part| work(part)),
+        }
     }
 }
 

@@ -49,20 +49,16 @@ pub trait Dense: Load {
     /// `out[at + i] = x[rows[i] - first]`, both f32.
     fn gather(&self, x: &Self::Tensor, rows: &[usize], first: usize, out: &mut Self::Tensor, at: usize);
 
-    /// Whether the device has [`shortlist`](Dense::shortlist).
-    const SHORTLISTS: bool = false;
     /// Allocates what [`shortlist`](Dense::shortlist) needs for at most `max_rows` rows of `cols` numbers.
     fn shortlister(&self, max_rows: usize, cols: usize) -> Result<Self::Shortlister>;
     /// The largest of each row of `logits`, f32, and the weight of the whole row at its inverse temperature.
     fn shortlist(
         &self,
-        _: &mut Self::Shortlister,
-        _logits: &Self::Tensor,
-        _inverse_temperatures: &[f32],
-        _out: &mut Vec<Shortlist>,
-    ) -> Result<()> {
-        panic!("not where SHORTLISTS is false")
-    }
+        shortlister: &mut Self::Shortlister,
+        logits: &Self::Tensor,
+        inverse_temperatures: &[f32],
+        out: &mut Vec<Shortlist>,
+    ) -> Result<()>;
 
     // Several of the ops above in a row: the default is what they mean, a device may fuse them.
 

@@ -391,7 +391,10 @@ impl Engine {
         inverse_temperatures.clear();
         inverse_temperatures
             .extend(sampled.iter().map_while(|&index| scheduler.sequence(index).state.sampler.shortlists_at()));
-        let listed = inverse_temperatures.len() == rows.len() && model.shortlists(rows, inverse_temperatures, lists)?;
+        let listed = inverse_temperatures.len() == rows.len();
+        if listed {
+            model.shortlists(rows, inverse_temperatures, lists)?;
+        }
         undecided.clear();
         for (i, &index) in sampled.iter().enumerate() {
             let decided = listed

@@ -42,8 +42,8 @@ pub trait Forward: Measure + Send {
     fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]>;
 
     /// The largest logits of rows of the last batch, and what a row weighs at an inverse temperature; as many rows as
-    /// for [`Forward::logits`]. `false`: this device gives whole rows only, and nothing was done.
-    fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<bool>;
+    /// for [`Forward::logits`].
+    fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<()>;
 
     /// Whole rows, after [`Forward::shortlists`] of them.
     fn whole_rows(&mut self) -> Result<&mut [f32]>;
@@ -87,12 +87,9 @@ impl<B: Backend> Forward for Model<B> {
         self.head.whole_rows(&self.backend)
     }
 
-    fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<bool> {
-        if B::SHORTLISTS {
-            self.compute_logits(rows);
-            self.head.shortlists(&self.backend, inverse_temperatures, out)?;
-        }
-        Ok(B::SHORTLISTS)
+    fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<()> {
+        self.compute_logits(rows);
+        self.head.shortlists(&self.backend, inverse_temperatures, out)
     }
 
     fn whole_rows(&mut self) -> Result<&mut [f32]> {

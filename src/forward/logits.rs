@@ -108,7 +108,7 @@ impl<B: Backend> Head<B> {
         self.rows = rows.len();
     }
 
-    /// The largest of each computed row, if the device finds them.
+    /// The largest of each computed row.
     pub(super) fn shortlists(
         &mut self,
         backend: &B,

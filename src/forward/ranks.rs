@@ -216,14 +216,11 @@ impl<B: Backend> Forward for Ranks<B> {
         self.first.whole_rows()
     }
 
-    fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<bool> {
-        if B::SHORTLISTS {
-            self.ask_for_logits(rows)?;
-        }
+    fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<()> {
+        self.ask_for_logits(rows)?;
         let done = self.first.shortlists(rows, inverse_temperatures, out);
-        let done = self.checked(done)?;
-        self.settle(0)?;
-        Ok(done)
+        self.checked(done)?;
+        self.settle(0)
     }
 
     fn whole_rows(&mut self) -> Result<&mut [f32]> {

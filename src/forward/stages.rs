@@ -120,7 +120,7 @@ impl<B: Backend> Forward for Stages<B> {
         self.last()?.logits(rows)
     }
 
-    fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<bool> {
+    fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<()> {
         self.last()?.shortlists(rows, inverse_temperatures, out)
     }
 

@@ -5,11 +5,11 @@ use std::ops::Range;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 
 use super::load::{Embedding, Heads, Linear};
-use super::{Cpu, Numbers, PARALLEL, Scratch, lock};
+use super::{Cpu, Numbers, PARALLEL, Scratch, Shortlister, lock};
 use crate::Result;
 use crate::backend::Dense;
 use crate::backend::batch::Batch;
-use crate::backend::tensor::Tensor;
+use crate::backend::tensor::{Shortlist, Tensor};
 use crate::kernel::{ActivationRows, FORMS, Kernel, Rows, Start, chunk, chunks, form};
 use crate::machine::workers::{Claimant, Claims, Cut, Shared};
 use crate::model::{Activation, GateActivation};
@@ -173,7 +173,7 @@ pub(crate) fn activate(kernel: &dyn Kernel, activation: Activation, gate: &[f32]
 }
 
 impl Dense for Cpu {
-    type Shortlister = ();
+    type Shortlister = Shortlister;
 
     fn embed(&self, embedding: &Embedding, batch: &Batch, width: usize, out: &mut Tensor) {
         self.each_row(out, |t, out, _| {
@@ -255,11 +255,11 @@ impl Dense for Cpu {
 
     fn scale(&self, x: &mut Tensor, factor: f32) {
         let kernel = self.kernel;
-        self.each_row(x, |_, x, _| kernel.scale(x, factor));
+        self.each_number(x, |x| kernel.scale(x, factor));
     }
 
     fn softcap(&self, x: &mut Tensor, cap: f32) {
-        self.each_row(x, |_, x, _| x.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh()));
+        self.each_number(x, |x| x.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh()));
     }
 
     fn clear(&self, x: &mut Tensor) {
@@ -285,7 +285,18 @@ impl Dense for Cpu {
         }
     }
 
-    fn shortlister(&self, _: usize, _: usize) -> Result<()> {
+    fn shortlister(&self, max_rows: usize, cols: usize) -> Result<Shortlister> {
+        self.shortlister_of(max_rows, cols)
+    }
+
+    fn shortlist(
+        &self,
+        shortlister: &mut Shortlister,
+        logits: &Tensor,
+        inverse_temperatures: &[f32],
+        out: &mut Vec<Shortlist>,
+    ) -> Result<()> {
+        self.list_largest(shortlister, logits, inverse_temperatures, out);
         Ok(())
     }
 }

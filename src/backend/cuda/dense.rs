@@ -120,7 +120,6 @@ impl CudaBackend {
 
 impl Dense for CudaBackend {
     type Shortlister = Shortlister;
-    const SHORTLISTS: bool = true;
 
     fn embed(&self, embedding: &DeviceBuffer<bf16>, batch: &CudaBatch, width: usize, out: &mut Tensor) {
         launch!(self.cuda, &self.cuda.compute, kernels::embed, [out.rows, out.cols / width, 1];

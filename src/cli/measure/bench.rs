@@ -335,9 +335,7 @@ impl<'a> Bench<'a> {
                 self.choose(&chosen[i], sequences)?;
                 self.loaded.model.forward(&batch, None)?;
                 // As the engine samples.
-                if !self.loaded.model.shortlists(&rows, &temperatures, &mut lists)? {
-                    self.loaded.model.logits(&rows)?;
-                }
+                self.loaded.model.shortlists(&rows, &temperatures, &mut lists)?;
             }
             moved = self.loaded.model.traffic().since(before);
             if run > 0 {
