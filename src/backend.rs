@@ -4,22 +4,23 @@
 //! with the code; an op has one name in all of them and in the names of its CUDA kernels.
 //!
 //! ```text
-//! tensor     activations and weights on the host
-//! batch      a ragged batch of tokens
-//! source     resident weights by their Hugging Face names
-//! memory     batches and activations on the device
-//! load       weights of every kind
-//! dense      ops on rows: embedding, norms, products, gates, logits
-//! attend     attention over cached keys and values
-//! select     the positions that queries attend to, where these are not all
-//! recur      recurrent state: gated DeltaNet, KDA, short convolutions, Mamba-2
-//! compress   entries of several positions, and attention over them and a window
-//! streams    several residual streams, and what n-grams add to them
-//! route      experts for each token
-//! rank       sums over several devices
-//! record     recorded passes, steering, times
-//! cpu        the ops on a team of threads
-//! cuda       the ops on a GPU
+//! tensor      activations and weights on the host
+//! shortlist   the largest logits of a row
+//! batch       a ragged batch of tokens
+//! source      resident weights by their Hugging Face names
+//! memory      batches and activations on the device
+//! load        weights of every kind
+//! dense       ops on rows: embedding, norms, products, gates, logits
+//! attend      attention over cached keys and values
+//! select      the positions that queries attend to, where these are not all
+//! recur       recurrent state: gated DeltaNet, KDA, short convolutions, Mamba-2
+//! compress    entries of several positions, and attention over them and a window
+//! streams     several residual streams, and what n-grams add to them
+//! route       experts for each token
+//! rank        sums over several devices
+//! record      recorded passes, steering, times
+//! cpu         the ops on a team of threads
+//! cuda        the ops on a GPU
 //! ```
 //!
 //! Each op is a function of single rows in a fixed order of arithmetic: a token's bits do not depend on what else is in
@@ -41,6 +42,7 @@ mod record;
 mod recur;
 mod route;
 mod select;
+pub mod shortlist;
 pub mod source;
 mod streams;
 pub mod tensor;

@@ -1,5 +1,6 @@
 //! From a row of logits to a token.
 
+use crate::backend::shortlist::{KEPT, RowShortlister, largest_of};
 use crate::backend::tensor::Shortlist;
 use crate::kernel::random::Random;
 use crate::{Error, Result};
@@ -103,9 +104,10 @@ pub struct Sampler {
     params: SamplingParams,
     seed: u64,
     constraint: Option<Box<dyn Constraint>>,
-    logprobs: Option<usize>, // how many of the likeliest are wanted
-    order: Vec<u32>,         // scratch: token ids, best first as far as needed
-    raw: Vec<f32>,           // scratch: logits as the model gave them
+    logprobs: Option<usize>,     // how many of the likeliest are wanted
+    shortlister: RowShortlister, // scratch
+    order: Vec<u32>,             // scratch: token ids, best first as far as needed
+    raw: Vec<f32>,               // scratch: logits as the model gave them
 }
 
 /// What comes at a place of the ranking.
@@ -125,15 +127,20 @@ impl Sampler {
             let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
             now.map_or(0, |d| d.as_nanos() as u64)
         });
-        Self { params, seed, constraint, logprobs, order: Vec::new(), raw: Vec::new() }
+        let shortlister = RowShortlister::default();
+        Self { params, seed, constraint, logprobs, shortlister, order: Vec::new(), raw: Vec::new() }
     }
 
     /// At which inverse temperature a [`Shortlist`] helps; `None`: whole rows are needed.
     pub fn shortlists_at(&self) -> Option<f32> {
-        if self.penalizes() || self.logprobs.is_some() || self.constraint.is_some() {
+        if self.changes_logits() || self.logprobs.is_some() {
             return None;
         }
         Some(if self.params.temperature > 0.0 { 1.0 / self.params.temperature } else { 1.0 })
+    }
+
+    fn changes_logits(&self) -> bool {
+        self.penalizes() || self.constraint.is_some()
     }
 
     fn penalizes(&self) -> bool {
@@ -153,35 +160,20 @@ impl Sampler {
 
     /// As [`sample`](Sampler::sample), from a shortlist at the temperature that
     /// [`shortlists_at`](Sampler::shortlists_at) asks for; `None`: the list does not reach far enough.
-    pub fn sample_shortlist(&mut self, list: &Shortlist, tokens: &[u32]) -> Result<Option<u32>> {
-        let Some(&(best, max)) = list.best.first().filter(|(_, logit)| logit.is_finite()) else {
+    pub fn sample_shortlist(&self, list: &Shortlist, tokens: &[u32]) -> Result<Option<u32>> {
+        if list.best.first().is_none_or(|(_, logit)| !logit.is_finite()) {
             return Err(not_finite());
-        };
-        let SamplingParams { temperature, min_p, .. } = self.params;
-        if temperature <= 0.0 {
-            return Ok(Some(best));
         }
-        let weight = |logit: f32| ((logit - max) / temperature).exp();
-        let mut total = Some(list.total);
-        if min_p > 0.0 {
-            // What others weigh that are dropped is not known, but where the list ends below `min_p` it has all that
-            // are not.
-            let ends = list.best.last().is_some_and(|&(_, logit)| weight(logit) < min_p);
-            total = ends.then(|| {
-                list.best.iter().map(|&(_, logit)| weight(logit)).filter(|&w| w >= min_p).map(f64::from).sum()
-            });
-        }
-        let rank = |i: usize| match list.best.get(i) {
-            Some(&(token, logit)) => match weight(logit) {
-                w if w > 0.0 && w >= min_p => Rank::Token(token, w),
-                _ => Rank::End,
-            },
-            None => Rank::Unknown,
-        };
-        Ok(draw(&self.params, total, Random::at(self.seed, tokens.len() as u64).uniform(), rank))
+        Ok(draw_listed(&self.params, list, self.uniform(tokens)))
     }
 
-    /// The next token after `tokens`, of which `prompt_tokens` are the prompt's. `logits` is `[vocab]` and is changed.
+    /// What decides on the token after `tokens`.
+    fn uniform(&self, tokens: &[u32]) -> f64 {
+        Random::at(self.seed, tokens.len() as u64).uniform()
+    }
+
+    /// The next token after `tokens`, of which `prompt_tokens` are the prompt's. `logits` is `[vocab]`; penalties and
+    /// constraint change it.
     ///
     /// Depends on nothing but its arguments and the seed: the same text comes out whatever else runs.
     /// Errors: `Error::Model` when the logits are not finite, or no token is allowed.
@@ -195,58 +187,65 @@ impl Sampler {
         if !logits[best].is_finite() {
             return Err(not_finite());
         }
-        if self.logprobs.is_some() {
-            self.raw.clear();
-            self.raw.extend_from_slice(logits);
-        }
-        if self.penalizes() {
-            self.penalize(logits, tokens, prompt_tokens);
-        }
-        if let Some(constraint) = &mut self.constraint {
-            constraint.mask(logits)?;
-        }
-        if self.penalizes() || self.constraint.is_some() {
+        if self.changes_logits() {
+            if self.logprobs.is_some() {
+                self.raw.clear();
+                self.raw.extend_from_slice(logits);
+            }
+            if self.penalizes() {
+                self.penalize(logits, tokens, prompt_tokens);
+            }
+            if let Some(constraint) = &mut self.constraint {
+                constraint.mask(logits)?;
+            }
             best = argmax(logits);
         }
         let token = self.choose(logits, best, tokens)?;
-        Ok((token, self.logprobs.map(|top| Box::new(logprobs(&self.raw, token, top)))))
+        let Some(top) = self.logprobs else { return Ok((token, None)) };
+        let raw = if self.changes_logits() { &self.raw[..] } else { &*logits };
+        Ok((token, Some(Box::new(logprobs(raw, token, top, &mut self.shortlister, &mut self.order)))))
     }
 
     /// From logits as they count, of which `best` is the largest.
-    fn choose(&mut self, logits: &mut [f32], best: usize, tokens: &[u32]) -> Result<u32> {
+    fn choose(&mut self, logits: &[f32], best: usize, tokens: &[u32]) -> Result<u32> {
         if !logits[best].is_finite() {
             return Err(Error::Model("nothing that the model can say fits the grammar of this request".into()));
         }
         if self.params.temperature <= 0.0 {
             return Ok(best as u32);
         }
+        let uniform = self.uniform(tokens);
+        let list = self.shortlister.list(logits, 1.0 / self.params.temperature);
+        let listed = draw_listed(&self.params, list, uniform);
+        Ok(listed.unwrap_or_else(|| self.choose_of_all(logits, best, uniform)))
+    }
+
+    /// As [`choose`](Sampler::choose), whatever the draw falls on.
+    fn choose_of_all(&mut self, logits: &[f32], best: usize, uniform: f64) -> u32 {
         let Self { params, order, .. } = self;
-        let (max, temperature) = (logits[best], params.temperature);
-        // Weights relative to the best token's, which is 1.
-        logits.iter_mut().for_each(|l| *l = ((*l - max) / temperature).exp());
-        let weights = &*logits;
+        let weight = |token: u32| weight(logits[token as usize], logits[best], params.temperature);
+        let mut total = 0.0;
         order.clear();
-        order.extend(
-            (0..weights.len() as u32).filter(|&t| weights[t as usize] > 0.0 && weights[t as usize] >= params.min_p),
-        );
-        let total = order.iter().map(|&t| f64::from(weights[t as usize])).sum();
-        let by_weight = |a: &u32, b: &u32| weights[*b as usize].total_cmp(&weights[*a as usize]).then(a.cmp(b));
+        order.extend((0..logits.len() as u32).filter(|&token| {
+            let weight = weight(token);
+            let counts = weight > 0.0 && weight >= params.min_p;
+            if counts {
+                total += f64::from(weight);
+            }
+            counts
+        }));
         // Ranked as far as the draw looks, more at a time the further it gets.
         let mut ranked = 0;
         let rank = |i: usize| {
             while i >= ranked && ranked < order.len() {
                 let rest = &mut order[ranked..];
-                let some = (7 * ranked).max(64).min(rest.len());
-                if some < rest.len() {
-                    rest.select_nth_unstable_by(some - 1, by_weight);
-                }
-                rest[..some].sort_unstable_by(by_weight);
+                let some = (7 * ranked).max(KEPT).min(rest.len());
+                rank_first(rest, some, logits);
                 ranked += some;
             }
-            order.get(i).map_or(Rank::End, |&token| Rank::Token(token, weights[token as usize]))
+            order.get(i).map_or(Rank::End, |&token| Rank::Token(token, weight(token)))
         };
-        let uniform = Random::at(self.seed, tokens.len() as u64).uniform();
-        Ok(draw(params, Some(total), uniform, rank).unwrap_or(best as u32))
+        draw(params, Some(total), uniform, rank).unwrap_or(best as u32)
     }
 
     /// Repetition counts prompt and answer, presence and frequency the answer alone, as other servers have it.
@@ -274,24 +273,77 @@ impl Sampler {
     }
 }
 
-/// `logits` is `[vocab]`, as the model gave them; `top` of the likeliest are wanted.
-fn logprobs(logits: &[f32], token: u32, top: usize) -> Logprobs {
-    let max = logits[argmax(logits)];
-    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
-    let logprob = |token: u32| (f64::from(logits[token as usize] - max) - sum.ln()) as f32;
-    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-    let by_logit = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    let top = top.min(order.len());
-    if top > 0 && top < order.len() {
-        order.select_nth_unstable_by(top - 1, by_logit);
+/// `logits` is `[vocab]`, as the model gave them; `top` of the likeliest are wanted. The others are scratch.
+fn logprobs(
+    logits: &[f32],
+    token: u32,
+    top: usize,
+    shortlister: &mut RowShortlister,
+    order: &mut Vec<u32>,
+) -> Logprobs {
+    let list = shortlister.list(logits, 1.0);
+    let (max, log_total) = (list.best[0].1, list.total.ln());
+    let logprob = |logit: f32| (f64::from(logit - max) - log_total) as f32;
+    let logit = |token: u32| logits[token as usize];
+    let top = if top <= KEPT {
+        list.best.iter().take(top).map(|&(token, logit)| (token, logprob(logit))).collect()
+    } else {
+        order.clear();
+        order.extend((0..logits.len() as u32).filter(|&token| !logit(token).is_nan()));
+        let top = top.min(order.len());
+        rank_first(order, top, logits);
+        order[..top].iter().map(|&token| (token, logprob(logit(token)))).collect()
+    };
+    Logprobs { logprob: logprob(logit(token)), top }
+}
+
+/// Brings the `first` of `tokens` that a [`Shortlist`] would have first to the front, in its order.
+fn rank_first(tokens: &mut [u32], first: usize, logits: &[f32]) {
+    // Zeros are equal whatever their signs.
+    let logit = |token: u32| logits[token as usize] + 0.0;
+    let best_first = |a: &u32, b: &u32| logit(*b).total_cmp(&logit(*a)).then(a.cmp(b));
+    if first < tokens.len() {
+        tokens.select_nth_unstable_by(first, best_first);
     }
-    order.truncate(top);
-    order.sort_unstable_by(by_logit);
-    Logprobs { logprob: logprob(token), top: order.into_iter().map(|token| (token, logprob(token))).collect() }
+    tokens[..first].sort_unstable_by(best_first);
+}
+
+/// Of a token beside the best one, whose weight is 1.
+fn weight(logit: f32, max: f32, temperature: f32) -> f32 {
+    ((logit - max) / temperature).exp()
 }
 
 fn not_finite() -> Error {
     Error::Model("the model computed logits that are not finite: its weights or its precision are unusable".into())
+}
+
+/// The token that `uniform` falls on if `list` reaches so far. Its best logit is finite.
+///
+/// The list's total is a sum of sums in f32, that of [`Sampler::choose_of_all`] one in f64: where all tokens are kept,
+/// or `top_p` of all, a draw within some 1e-7 of the boundary between two tokens may fall on the other one.
+fn draw_listed(params: &SamplingParams, list: &Shortlist, uniform: f64) -> Option<u32> {
+    let &(best, max) = list.best.first()?;
+    let SamplingParams { temperature, min_p, .. } = *params;
+    if temperature <= 0.0 {
+        return Some(best);
+    }
+    let weight = |logit: f32| weight(logit, max, temperature);
+    let mut total = Some(list.total);
+    if min_p > 0.0 {
+        // What others weigh that are dropped is not known, but where the list ends below `min_p` it has all that are
+        // not.
+        let ends = list.best.last().is_some_and(|&(_, logit)| weight(logit) < min_p);
+        total = ends
+            .then(|| list.best.iter().map(|&(_, logit)| weight(logit)).filter(|&w| w >= min_p).map(f64::from).sum());
+    }
+    let rank = |i: usize| match list.best.get(i) {
+        Some(&(token, logit)) => match weight(logit) {
+            w if w > 0.0 && w >= min_p => Rank::Token(token, w),
+            _ => Rank::End,
+        },
+        None => Rank::Unknown,
+    };
+    draw(params, total, uniform, rank)
 }
 
 /// The token that `uniform`, in [0, 1), falls on, best first, after top-k and top-p. `total`: of all weights, if it is
@@ -342,18 +394,16 @@ fn draw(params: &SamplingParams, total: Option<f64>, uniform: f64, mut rank: imp
 
 /// Index of the largest logit, the lowest of equals; NaN is never the largest unless all are.
 pub fn argmax(logits: &[f32]) -> usize {
-    // The value in lanes, then its place: one running best would wait for itself at every logit. NaN is larger than
-    // nothing.
-    let larger = |a: f32, b: f32| if b > a { b } else { a };
-    let mut lanes = [f32::NEG_INFINITY; 32];
-    let (chunks, rest) = logits.as_chunks::<32>();
-    for chunk in chunks {
-        for (lane, l) in lanes.iter_mut().zip(chunk) {
-            *lane = larger(*lane, *l);
+    // The value, then its place: one running best would wait for itself at every logit.
+    const RUN: usize = 512;
+    let (mut largest, mut first) = (f32::NEG_INFINITY, 0);
+    for (run, logits) in logits.chunks(RUN).enumerate() {
+        let m = largest_of(logits);
+        if m > largest {
+            (largest, first) = (m, run * RUN);
         }
     }
-    let largest = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, larger);
-    logits.iter().position(|&l| l == largest).unwrap_or(0)
+    logits[first..].iter().position(|&l| l == largest).map_or(0, |at| first + at)
 }
 
 #[cfg(test)]
@@ -522,5 +572,154 @@ mod tests {
             .sample(&mut [1.0], &[], 0)
             .unwrap_err();
         assert!(error.to_string().contains("grammar"), "{error}");
+    }
+
+    /// Allows each token whose id is a multiple.
+    #[derive(Clone, Debug)]
+    struct MultiplesOf(usize);
+
+    impl Constraint for MultiplesOf {
+        fn mask(&mut self, logits: &mut [f32]) -> Result<()> {
+            logits.iter_mut().enumerate().filter(|(i, _)| i % self.0 != 0).for_each(|(_, l)| *l = f32::NEG_INFINITY);
+            Ok(())
+        }
+
+        fn accept(&mut self, _: u32) -> Result<()> {
+            Ok(())
+        }
+
+        fn is_complete(&mut self) -> bool {
+            false
+        }
+
+        fn fork(&self) -> Box<dyn Constraint> {
+            Box::new(self.clone())
+        }
+    }
+
+    /// Rows of all kinds, small and large.
+    fn rows(random: &mut Random) -> Vec<Vec<f32>> {
+        let mut rows = Vec::new();
+        for cols in [1, 5, 64, 65, 2000, 20_011] {
+            for kind in 0..6 {
+                let number = |_| {
+                    let uniform = random.uniform() as f32;
+                    match kind {
+                        0 => 12.0 * uniform.powi(8),
+                        1 => (4.0 * uniform).floor(), // many are equal
+                        2 if uniform < 0.1 => f32::NAN,
+                        2 if uniform < 0.9 => f32::NEG_INFINITY,
+                        2 => 100.0 * uniform,
+                        3 if uniform < 0.5 => -0.0, // as large as the others
+                        3 => 0.0,
+                        4 => f32::NEG_INFINITY,
+                        _ => f32::NAN,
+                    }
+                };
+                rows.push((0..cols).map(number).collect());
+            }
+        }
+        rows
+    }
+
+    /// The obvious twin of [`argmax`], by which NaN is the smallest.
+    fn largest(row: &[f32]) -> usize {
+        let number = |t: usize| if row[t].is_nan() { f32::NEG_INFINITY } else { row[t] };
+        (1..row.len()).fold(0, |best, t| if number(t) > number(best) { t } else { best })
+    }
+
+    #[test]
+    fn argmax_is_the_first_of_the_largest() {
+        for row in rows(&mut Random(11)) {
+            let got = argmax(&row);
+            let is_largest = row.iter().all(|l| l.is_nan() || *l <= row[got]);
+            assert!(is_largest || row.iter().all(|l| l.is_nan()), "{got} of {}", row.len());
+            assert!(row[..got].iter().all(|l| l.is_nan() || *l < row[got]), "{got} of {}", row.len());
+        }
+    }
+
+    #[test]
+    fn sample_gives_what_all_logits_give() {
+        let hot = SamplingParams { temperature: 0.7, ..Default::default() };
+        let cases = [
+            SamplingParams::default(),
+            hot.clone(),
+            SamplingParams { top_k: 20, top_p: 0.8, ..hot.clone() },
+            SamplingParams { top_k: 64, ..hot.clone() },
+            SamplingParams { top_p: 0.9, temperature: 0.3, ..hot.clone() },
+            SamplingParams { min_p: 0.05, ..hot.clone() },
+            SamplingParams { top_k: 100, ..hot },
+        ];
+        let (mut random, mut listed, mut not_finite, mut unfit) = (Random(13), [0; 7], 0, 0);
+        for round in 0..20 {
+            for row in rows(&mut random) {
+                let tokens: Vec<u32> = (0..round).map(|_| (random.uniform() * row.len() as f64) as u32).collect();
+                for (case, params) in cases.iter().enumerate() {
+                    for (penalizes, multiples) in [(false, None), (true, None), (true, Some(3)), (false, Some(700))] {
+                        let mut params = params.clone();
+                        if penalizes {
+                            (params.presence_penalty, params.repetition_penalty) = (0.5, 1.1);
+                            params.logit_bias = vec![(0, 1.5)];
+                        }
+                        let constraint = multiples.map(|n| Box::new(MultiplesOf(n)) as Box<dyn Constraint>);
+                        let mut s = Sampler::new(SamplingParams { seed: Some(7), ..params }, constraint, None);
+                        let got = s.sample(&mut row.clone(), &tokens, tokens.len() / 2);
+                        if !row[largest(&row)].is_finite() {
+                            assert!(got.unwrap_err().to_string().contains("not finite"));
+                            not_finite += 1;
+                            continue;
+                        }
+                        let mut logits = row.clone();
+                        if penalizes {
+                            s.penalize(&mut logits, &tokens, tokens.len() / 2);
+                        }
+                        if let Some(constraint) = &mut s.constraint {
+                            constraint.mask(&mut logits).unwrap();
+                        }
+                        let best = largest(&logits);
+                        if !logits[best].is_finite() {
+                            assert!(got.unwrap_err().to_string().contains("grammar"));
+                            unfit += 1;
+                            continue;
+                        }
+                        let uniform = s.uniform(&tokens);
+                        let want = match s.params.temperature > 0.0 {
+                            true => s.choose_of_all(&logits, best, uniform),
+                            false => best as u32,
+                        };
+                        assert_eq!(got.unwrap().0, want, "{:?}, {multiples:?}, {} logits", s.params, row.len());
+                        let list = s.shortlister.list(&logits, 1.0 / s.params.temperature.max(0.1));
+                        listed[case] += usize::from(draw_listed(&s.params, list, uniform).is_some());
+                    }
+                }
+            }
+        }
+        assert!(not_finite > 0 && unfit > 0 && listed.iter().all(|&n| n > 100), "{not_finite} {unfit} {listed:?}");
+    }
+
+    #[test]
+    fn logprobs_are_those_of_sorted_logits() {
+        for row in rows(&mut Random(17)) {
+            if !row[largest(&row)].is_finite() {
+                continue;
+            }
+            let mut sorted: Vec<u32> = (0..row.len() as u32).filter(|&t| !row[t as usize].is_nan()).collect();
+            let logit = |t: u32| f64::from(row[t as usize]);
+            sorted.sort_by(|&a, &b| logit(b).partial_cmp(&logit(a)).unwrap());
+            let log_sum = sorted.iter().map(|&t| (logit(t) - logit(sorted[0])).exp()).sum::<f64>().ln();
+            let is_near = |token: u32, got: f32| {
+                let want = logit(token) - logit(sorted[0]) - log_sum;
+                f64::from(got) == want || (f64::from(got) - want).abs() < 2e-6 * want.abs().max(1.0)
+            };
+            for (top, bias) in [(0, 0.0), (1, 1.0), (5, 0.0), (64, 0.0), (65, 1.0), (1000, 0.0)] {
+                let params = SamplingParams { temperature: 0.7, logit_bias: vec![(0, bias)], ..Default::default() };
+                let mut s = Sampler::new(SamplingParams { seed: Some(7), ..params }, None, Some(top));
+                let (token, logprobs) = s.sample(&mut row.clone(), &[], 0).unwrap();
+                let Logprobs { logprob, top: got } = *logprobs.unwrap();
+                assert!(is_near(token, logprob), "{token}: {logprob}");
+                assert!(got.iter().map(|(token, _)| token).eq(sorted.iter().take(top)), "{got:?}");
+                assert!(got.iter().all(|&(token, logprob)| is_near(token, logprob)), "{got:?}");
+            }
+        }
     }
 }

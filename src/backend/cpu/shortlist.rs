@@ -1,34 +1,18 @@
-//! The largest logits of rows, which is what a sampler needs of them.
-//!
-//! ```text
-//! all workers, for each part of each row:   its largest number m, sum exp((x - m) inverse temperature)
-//! one for each row:                         the KEPT-th largest m: so many numbers at least are as large
-//! all workers, for each part of each row:   its numbers that are
-//! ```
+//! The largest logits of rows, by all workers: each takes parts of all rows, one thread the bound of a row.
 //!
 //! One thread alone would wait for a whole row, number after number, out of the caches of the cores that computed it.
-//! Parts depend on the vocabulary alone, so the bits do not depend on the number of workers.
 
 use std::sync::{Mutex, PoisonError};
 
 use super::{Cpu, lock};
 use crate::Result;
+use crate::backend::shortlist::{KEPT, Parts};
 use crate::backend::tensor::{Shortlist, Tensor};
 use crate::machine::workers::Shared;
 
-/// Numbers of a row that a list has.
-const KEPT: usize = 64;
-
-/// Parts of a row: several times [`KEPT`], so that few other numbers are as large as the largest of a KEPT-th part.
-const PARTS: usize = 512;
-
-/// Columns of a part are a multiple of this.
-const LANES: usize = 16;
-
 /// What finds the largest logits of rows.
 pub struct Shortlister {
-    width: usize,                       // of a part
-    parts: usize,                       // of a row
+    parts: Parts,                       // of a row
     largest: Vec<f32>,                  // [rows, parts]
     sums: Vec<f32>,                     // [rows, parts]
     bounds: Vec<f32>,                   // [rows], of the numbers that are listed
@@ -37,17 +21,15 @@ pub struct Shortlister {
 
 impl Cpu {
     pub(super) fn shortlister_of(&self, max_rows: usize, cols: usize) -> Result<Shortlister> {
-        let width = cols.div_ceil(PARTS).next_multiple_of(LANES);
-        let parts = cols.div_ceil(width);
-        self.reserve(|scratch, heap| scratch.values.reserve(heap, &[width.max(parts)]))?;
-        let of_parts = || self.heap.zeros(&[max_rows, parts]);
+        let parts = Parts::of(cols);
+        self.reserve(|scratch, heap| scratch.values.reserve(heap, &[parts.width.max(parts.count)]))?;
+        let of_parts = || self.heap.zeros(&[max_rows, parts.count]);
         let list = |_| {
             let mut list = self.heap.zeros(&[4 * KEPT])?;
             list.clear();
             Ok(Mutex::new(list))
         };
         Ok(Shortlister {
-            width,
             parts,
             largest: of_parts()?,
             sums: of_parts()?,
@@ -58,37 +40,29 @@ impl Cpu {
 
     pub(super) fn list_largest(
         &self,
-        Shortlister { width, parts, largest, sums, bounds, found }: &mut Shortlister,
+        Shortlister { parts, largest, sums, bounds, found }: &mut Shortlister,
         logits: &Tensor,
         inverse_temperatures: &[f32],
         out: &mut Vec<Shortlist>,
     ) {
-        let (rows, cols, width, parts) = (logits.rows(), logits.cols(), *width, *parts);
-        assert!(rows == inverse_temperatures.len() && rows <= bounds.len() && cols.div_ceil(width) == parts);
+        let (rows, parts, count) = (logits.rows(), *parts, parts.count);
+        assert!(rows == inverse_temperatures.len() && rows <= bounds.len() && logits.cols() == parts.cols);
         let list_of = |row: usize| found[row].lock().unwrap_or_else(PoisonError::into_inner);
         (0..rows).for_each(|row| list_of(row).clear());
         let (shared_largest, shared_sums, shared_bounds) =
             (Shared::new(largest), Shared::new(sums), Shared::new(bounds));
         let (kernel, scratch) = (self.kernel, &self.scratch);
-        let part_of = |row: usize, part: usize| &logits.row(row)[part * width..cols.min((part + 1) * width)];
         self.team.run(&|worker| {
             let room = &mut lock(&scratch[worker.index]).values;
-            for part in worker.share(parts) {
+            for part in worker.share(count) {
                 for (row, &inverse) in inverse_temperatures.iter().enumerate() {
-                    let x = part_of(row, part);
-                    let m = largest_of(x);
-                    let weights = room.take(x.len());
-                    // NaN counts as -infinity; where nothing is finite the list says so.
-                    weights.iter_mut().zip(x).for_each(|(w, &x)| {
-                        *w = if x > f32::NEG_INFINITY { (x - m) * inverse } else { f32::NEG_INFINITY }
-                    });
-                    let sum = if m.is_finite() { kernel.exp_sub(weights, 0.0) } else { 0.0 };
-                    let at = row * parts + part;
+                    let at = row * count + part;
                     // SAFETY: a part is in one worker's share.
                     #[allow(unsafe_code)]
                     let (to_largest, to_sum) =
                         unsafe { (shared_largest.slice_mut(at..at + 1), shared_sums.slice_mut(at..at + 1)) };
-                    (to_largest[0], to_sum[0]) = (m, sum);
+                    (to_largest[0], to_sum[0]) =
+                        parts.weigh(kernel, logits.row(row), part, inverse, room.take(parts.width));
                 }
             }
             worker.barrier();
@@ -96,56 +70,26 @@ impl Cpu {
                 // SAFETY: after the barrier they are only read, and a row's bound is in one worker's share.
                 #[allow(unsafe_code)]
                 let (largest, bound) = unsafe {
-                    (shared_largest.slice(row * parts..(row + 1) * parts), shared_bounds.slice_mut(row..row + 1))
+                    (shared_largest.slice(row * count..(row + 1) * count), shared_bounds.slice_mut(row..row + 1))
                 };
-                let order = room.take(parts);
-                order.copy_from_slice(largest);
-                bound[0] = match parts > KEPT {
-                    true => *order.select_nth_unstable_by(KEPT - 1, |a, b| b.total_cmp(a)).1,
-                    false => f32::NEG_INFINITY,
-                };
+                bound[0] = parts.bound(largest, room.take(count));
             }
             worker.barrier();
             // SAFETY: after the second barrier both are only read.
             #[allow(unsafe_code)]
-            let (largest, bounds) = unsafe { (shared_largest.slice(0..rows * parts), shared_bounds.slice(0..rows)) };
-            for part in worker.share(parts) {
-                for (row, &bound) in bounds.iter().enumerate() {
-                    if largest[row * parts + part] < bound {
-                        continue;
-                    }
-                    let large = (part * width..).zip(part_of(row, part)).filter(|(_, x)| **x >= bound);
-                    list_of(row).extend(large.map(|(token, &x)| (token as u32, x)));
-                }
+            let (largest, bounds) = unsafe { (shared_largest.slice(0..rows * count), shared_bounds.slice(0..rows)) };
+            for (row, (largest, &bound)) in largest.chunks(count).zip(bounds).enumerate() {
+                // The lock is held for a number alone, not while others are looked through.
+                parts.find(logits.row(row), worker.share(count), (largest, bound), |number| list_of(row).push(number));
             }
         });
         out.resize_with(rows, Shortlist::default);
         for (row, list) in out.iter_mut().enumerate() {
-            let best_first = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
-            let mut found = list_of(row);
-            if found.len() > KEPT {
-                found.select_nth_unstable_by(KEPT - 1, best_first);
-                found.truncate(KEPT);
-            }
-            found.sort_unstable_by(best_first);
-            list.best.clone_from(&found);
-            let best = f64::from(found.first().map_or(f32::NEG_INFINITY, |best| best.1));
-            let weight = |m: f32| ((f64::from(m) - best) * f64::from(inverse_temperatures[row])).exp();
-            let of_row = row * parts..(row + 1) * parts;
-            let parts = largest[of_row.clone()].iter().zip(&sums[of_row]).filter(|(m, _)| m.is_finite());
-            list.total = parts.map(|(&m, &sum)| f64::from(sum) * weight(m)).sum();
+            let of_row = row * count..(row + 1) * count;
+            list.best.clone_from(&list_of(row));
+            list.conclude(&largest[of_row.clone()], &sums[of_row], inverse_temperatures[row]);
         }
     }
-}
-
-/// The largest number; NaN is none.
-fn largest_of(x: &[f32]) -> f32 {
-    let mut largest = [f32::NEG_INFINITY; LANES];
-    let (whole, rest) = x.as_chunks::<LANES>();
-    let larger = |m: &mut f32, x: f32| *m = if x > *m { x } else { *m };
-    whole.iter().for_each(|x| largest.iter_mut().zip(x).for_each(|(m, &x)| larger(m, x)));
-    largest.iter_mut().zip(rest).for_each(|(m, &x)| larger(m, x));
-    largest.into_iter().fold(f32::NEG_INFINITY, f32::max)
 }
 
 #[cfg(test)]
@@ -154,6 +98,7 @@ mod tests {
 
     use super::*;
     use crate::backend::Dense;
+    use crate::backend::shortlist::RowShortlister;
     use crate::kernel;
     use crate::kernel::random::Random;
     use crate::machine::topology::Topology;
@@ -202,6 +147,11 @@ mod tests {
                     let Shortlist { best, total } = expected(logits.row(row), inverse_temperatures[row]);
                     assert_eq!(list.best, best, "row {row} of {cols}, {threads} workers");
                     assert!((list.total / total - 1.0).abs() < 1e-6, "{} and {total}", list.total);
+                }
+                let mut alone = RowShortlister::default();
+                for (row, list) in lists.iter().enumerate() {
+                    let Shortlist { best, total } = alone.list(logits.row(row), inverse_temperatures[row]);
+                    assert!(*best == list.best && total.to_bits() == list.total.to_bits(), "row {row} of {cols}");
                 }
                 let bits = |lists: &[Shortlist]| lists.iter().map(|list| list.total.to_bits()).collect::<Vec<_>>();
                 assert_eq!(bits(&lists), bits(first.get_or_insert(lists.clone())));
