@@ -11,6 +11,7 @@
 //!
 //! ```text
 //! tuning      what the speed depends on, and the bits do not
+//! columns     who adds up which columns of the output, and helps
 //! pieces      what a worker claims: an expert's tiles, as many as go through the kernel together
 //! progress    whose `h` is whole
 //! dispatch    `finish`, as all workers see it
@@ -18,10 +19,12 @@
 //! ```
 //!
 //! Work is claimed in small runs of tiles, so that cores of unequal speed finish together; with several NUMA nodes each
-//! worker claims from its own node's slice while that lasts. Each output element is
-//! summed by one worker in order of expert id: the bits depend neither on the number of threads nor on the batch.
+//! worker claims from its own node's slice while that lasts. `down` of few tokens belongs to workers, who help each
+//! other. Each output element is summed by one worker in order of expert id: the bits depend neither on the number of
+//! threads nor on the batch.
 #![allow(unsafe_code)]
 
+mod columns;
 mod dispatch;
 mod foresight;
 mod pieces;
@@ -44,6 +47,7 @@ use crate::kernel::{Activations, Kernel, chunk, chunks};
 use crate::machine::heap::Heap;
 use crate::machine::workers::{Claims, Shared, Team};
 use crate::{Error, Result};
+use columns::Columns;
 use dispatch::Dispatch;
 use foresight::Foresight;
 use pieces::{Active, LayerWork};
@@ -78,6 +82,7 @@ pub struct Buffers {
     active: Vec<Active>,  // of the submitted layer
     in_gate: Vec<Active>, // the same in the order of `gate`, where some were foreseen
     progress: Progress,   // of the submitted layer
+    columns: Columns,     // of it
     foresight: Foresight,
     counts: Vec<usize>,     // [experts]
     pair_tokens: Vec<u32>,  // [pairs], sorted by expert
@@ -113,6 +118,7 @@ impl Buffers {
         Ok(Self {
             in_gate,
             progress: Progress::new(heap, experts, shape.intermediate()),
+            columns: Columns::new(heap, threads, experts, shape.hidden(), pairs)?,
             news,
             foresight: Foresight::new(heap, experts)?,
             checked: heap.zeros(&[layers, experts])?,
@@ -364,6 +370,11 @@ impl CpuExperts {
         self.claims.iter_mut().flatten().for_each(Claims::reset);
         let of_tile = if layout.kind() == ExpertKind::Ungated { 2 * TILE_ROWS } else { TILE_ROWS };
         self.buffers.progress.begin(self.buffers.active.len(), layout.down.k, of_tile);
+        // Each node reads its own memory, and has a part of the columns: there they are claimed.
+        let shares = match self.memory.nodes() {
+            1 => self.buffers.columns.begin(self.buffers.active.len(), pairs),
+            _ => None,
+        };
         let work = LayerWork {
             memory: &self.memory,
             layer: self.layer,
@@ -378,6 +389,7 @@ impl CpuExperts {
             layout,
             work,
             progress: &self.buffers.progress,
+            shares,
             epilogue: &self.epilogue,
             pair_tokens: &self.buffers.pair_tokens[..pairs],
             pair_weights: &self.buffers.pair_weights[..pairs],

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use moebius_cache::pack::{ExpertKind, ExpertLayout, TILE_ROWS};
 
+use super::columns::{Shares, own_slots, tiles_of};
 use super::pieces::{Active, Idle, LayerWork, Piece, Pieces};
 use super::progress::Progress;
 use super::tuning::{TOKEN_BLOCK, Tuning};
@@ -18,6 +19,7 @@ pub(super) struct Dispatch<'a> {
     pub(super) layout: ExpertLayout,
     pub(super) work: LayerWork<'a>,
     pub(super) progress: &'a Progress,
+    pub(super) shares: Option<Shares<'a>>, // of `down`; none: it is claimed
     pub(super) epilogue: &'a Epilogue,
     pub(super) pair_tokens: &'a [u32],
     pub(super) pair_weights: &'a [f32],
@@ -47,14 +49,22 @@ impl<'a> Dispatch<'a> {
             let mut next = None;
             if look_ahead {
                 next = gate.next(worker);
-                first_down = if next.is_none() { down.next(worker) } else { None };
+                first_down = match (&next, &self.shares) {
+                    (Some(_), _) => None,
+                    (None, Some(_)) => self.work.own_down_pieces(worker.count, worker.index).next(),
+                    (None, None) => down.next(worker),
+                };
             }
             self.gate_up(&now, bytes(next.as_ref().or(first_down.as_ref())), results);
             self.progress.add(&now, |active, inputs| self.form(active, inputs));
             piece = if look_ahead { next } else { gate.next(worker) };
         }
+        if let Some(shares) = &self.shares {
+            return self.down_by_columns(shares, worker, results);
+        }
         let first_down = first_down.or_else(|| down.next(worker));
-        let mut idle = Idle { pieces: down.clone(), at: bytes(first_down.as_ref()), left: idle_bytes };
+        let pieces = down.clone().rest_of_run();
+        let mut idle = Idle { pieces, at: bytes(first_down.as_ref()), left: idle_bytes };
         let mut piece = first_down;
         while let Some(now) = piece {
             worker.wait_doing(|| self.progress.is_whole(now.active), || idle.step());
@@ -116,8 +126,82 @@ impl<'a> Dispatch<'a> {
         }
     }
 
+    /// The columns of the output that are the worker's own, then those of others.
+    fn down_by_columns(&self, shares: &Shares<'_>, worker: &Worker<'_>, results: &mut [f32]) {
+        let (hidden, workers) = (self.layout.down.n, worker.count);
+        let own = own_slots(hidden, workers, worker.index);
+        let pieces = self.work.own_down_pieces(workers, worker.index);
+        let mut idle = Idle { pieces, at: &[], left: self.work.tuning.idle_bytes };
+        let mut is_whole = |number: usize| {
+            worker.wait_doing(|| self.progress.is_whole(&self.work.active[number]), || idle.step());
+        };
+        // What is read after an expert is not known, and almost always the same tiles of the next one.
+        let pieces_of = |slot: usize, number: usize, next: usize| {
+            let tiles = tiles_of(hidden, workers, slot);
+            let after = (next < self.work.active.len()).then(|| self.work.down_pieces(next, tiles.clone()));
+            let mut pieces = self.work.down_pieces(number, tiles).chain(after.into_iter().flatten().take(1)).peekable();
+            let number = self.work.active[number].number;
+            std::iter::from_fn(move || {
+                let piece = pieces.next().filter(|piece| piece.active.number == number)?;
+                let next = pieces.peek().map_or(&[][..], |next| next.bytes);
+                Some((piece, next))
+            })
+        };
+        for slot in own.clone() {
+            while let Some(number) = shares.take_first(slot) {
+                is_whole(number);
+                for (piece, next) in pieces_of(slot, number, number + 1) {
+                    self.down(&piece, next, results);
+                }
+            }
+        }
+        for slot in shares.others(workers, worker.index) {
+            while let Some(number) = shares.take_last(slot) {
+                is_whole(number);
+                for (piece, next) in pieces_of(slot, number, number.wrapping_sub(1)) {
+                    self.down_products(&piece, next, results, |pair, rows, y| {
+                        // SAFETY: the expert was taken of the slot by this worker alone.
+                        unsafe { shares.room(pair, rows) }.copy_from_slice(y);
+                    });
+                }
+                shares.leave(slot, number);
+            }
+        }
+        for slot in own {
+            let tiles = tiles_of(hidden, workers, slot);
+            let rows = tiles.start * TILE_ROWS..hidden.min(tiles.end * TILE_ROWS);
+            for number in shares.of_helpers(slot) {
+                worker.wait_doing(|| shares.has_left(slot, number), || false);
+                let (from, to) = self.work.active[number].pairs;
+                for pair in from..to {
+                    // SAFETY: they are there.
+                    self.add(pair, rows.clone(), unsafe { shares.products(pair, rows.clone()) });
+                }
+            }
+        }
+    }
+
+    /// `out[token][rows] += weight * y` of a pair.
+    fn add(&self, pair: usize, rows: Range<usize>, y: &[f32]) {
+        let first = self.pair_tokens[pair] as usize * self.layout.down.n;
+        // SAFETY: in phase 2 these columns of `out` belong to this worker.
+        let out = unsafe { self.out.slice_mut(first + rows.start..first + rows.end) };
+        self.kernel.add_scaled(y, self.pair_weights[pair], out);
+    }
+
     /// `out[token][rows of the tiles] += weight * (down tiles . hidden[pair])` for all pairs of an expert.
-    fn down(&self, Piece { active, tiles, bytes }: &Piece<'_>, next: &[u8], results: &mut [f32]) {
+    fn down(&self, piece: &Piece<'_>, next: &[u8], results: &mut [f32]) {
+        self.down_products(piece, next, results, |pair, rows, y| self.add(pair, rows, y));
+    }
+
+    /// `each(pair, rows of the tiles, down tiles . hidden[pair])` for all pairs of an expert.
+    fn down_products(
+        &self,
+        Piece { active, tiles, bytes }: &Piece<'_>,
+        next: &[u8],
+        results: &mut [f32],
+        each: impl Fn(usize, Range<usize>, &[f32]),
+    ) {
         let n = self.layout.down.n;
         let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
         let width = tiles.len() * TILE_ROWS;
@@ -129,10 +213,7 @@ impl<'a> Dispatch<'a> {
             self.kernel.matmul(&self.layout.down, &weights, &h, Start::Zero, y);
             self.epilogue.finish((self.work.layer, active.expert), &rows, width, y);
             for (pair, y) in pairs.zip(y.chunks_exact(width)) {
-                let token = self.pair_tokens[pair] as usize;
-                // SAFETY: in phase 2 these columns of `out` belong to the worker that claimed the tile.
-                let out = unsafe { self.out.slice_mut(token * n + rows.start..token * n + rows.end) };
-                self.kernel.add_scaled(&y[..rows.len()], self.pair_weights[pair], out);
+                each(pair, rows.clone(), &y[..rows.len()]);
             }
         }
     }

@@ -155,8 +155,13 @@ impl CpuExperts {
         };
         self.team.run(&|worker| {
             let own = worker.node % work.memory.nodes();
-            let pieces = [0, 1].into_iter().flat_map(|phase| Pieces::new(&work, phase, own).of_own_run(worker));
-            let steps = pieces.flat_map(|piece| piece.bytes.chunks(STEP_BYTES));
+            let own_run = |phase| Pieces::new(&work, phase, own).of_own_run(worker);
+            let (by_columns, claimed) = match work.memory.nodes() {
+                1 => (Some(work.own_down_pieces(worker.count, worker.index)), None),
+                _ => (None, Some(own_run(1))),
+            };
+            let down = by_columns.into_iter().flatten().chain(claimed.into_iter().flatten());
+            let steps = own_run(0).chain(down).flat_map(|piece| piece.bytes.chunks(STEP_BYTES));
             let asked_by_it = steps.take_while(|_| !is_over()).map(|bytes| {
                 fetch(bytes.as_ptr(), bytes.len().div_ceil(64));
                 bytes.len() as u64

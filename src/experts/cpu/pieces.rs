@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use bytemuck::Zeroable;
 
+use super::columns::{own_slots, tiles_of};
 use super::tuning::Tuning;
 use crate::experts::ExpertMemory;
 use crate::kernel::fetch;
@@ -48,6 +49,28 @@ pub(super) struct LayerWork<'a> {
     pub(super) tuning: Tuning,
 }
 
+impl<'a> LayerWork<'a> {
+    /// Tiles of `down` of an expert, as many at a time as go through the kernel together.
+    pub(super) fn down_pieces(&self, number: usize, tiles: Range<usize>) -> impl Iterator<Item = Piece<'a>> + use<'a> {
+        let (active, memory, layer) = (&self.active[number], self.memory, self.layer);
+        let each = self.tuning.down_tiles;
+        tiles.clone().step_by(each).map(move |first| {
+            let tiles = first..tiles.end.min(first + each);
+            Piece { active, bytes: memory.down_tiles(layer, active.expert, tiles.clone()), tiles }
+        })
+    }
+
+    /// The pieces of `down` that are a worker's own, in the order in which it does them.
+    pub(super) fn own_down_pieces(&self, workers: usize, worker: usize) -> impl Iterator<Item = Piece<'a>> {
+        let hidden = self.memory.cache().layout(self.layer).down.n;
+        let slots = own_slots(hidden, workers, worker);
+        slots.flat_map(move |slot| {
+            let tiles = tiles_of(hidden, workers, slot);
+            (0..self.active.len()).flat_map(move |number| self.down_pieces(number, tiles.clone()))
+        })
+    }
+}
+
 /// What a worker does of one phase, claimed run by run. Each piece goes through the kernel as a whole.
 #[derive(Clone)]
 pub(super) struct Pieces<'s> {
@@ -79,8 +102,13 @@ impl<'s> Pieces<'s> {
     }
 
     /// The pieces of the worker's own run, where that is known: they need no claim.
-    pub(super) fn of_own_run(mut self, worker: &Worker<'_>) -> impl Iterator<Item = Piece<'s>> {
+    pub(super) fn of_own_run(mut self, worker: &Worker<'_>) -> impl Iterator<Item = Piece<'s>> + use<'s> {
         self.claim(worker);
+        self.rest_of_run()
+    }
+
+    /// What is left of the run that was claimed last.
+    pub(super) fn rest_of_run(mut self) -> impl Iterator<Item = Piece<'s>> + use<'s> {
         std::iter::from_fn(move || self.next_of_run())
     }
 
@@ -161,18 +189,18 @@ impl<'s> Pieces<'s> {
 }
 
 /// What a worker brings into L2 while it has to wait.
-pub(super) struct Idle<'s> {
-    pub(super) pieces: Pieces<'s>, // only the run that is claimed
+pub(super) struct Idle<'s, I> {
+    pub(super) pieces: I,
     pub(super) at: &'s [u8],
     pub(super) left: usize, // bytes
 }
 
-impl Idle<'_> {
+impl<'s, I: Iterator<Item = Piece<'s>>> Idle<'s, I> {
     /// A few cache lines; `false`: that was all.
     pub(super) fn step(&mut self) -> bool {
         const LINES: usize = 8;
         while self.at.is_empty() && self.left > 0 {
-            match self.pieces.next_of_run() {
+            match self.pieces.next() {
                 Some(piece) => self.at = piece.bytes,
                 None => self.left = 0,
             }

@@ -16,7 +16,7 @@ pub struct Tuning {
     pub ahead: Option<Ahead>,
     /// The runs of tiles of `gate` and `up` that workers claim.
     pub gate_cut: Cut,
-    /// The runs of tiles of `down`, in each of which all experts are added up.
+    /// The runs of tiles of `down`, in each of which all experts are added up; of many pairs, or several nodes.
     pub down_cut: Cut,
     /// Tiles of `gate`, with as many of `up`, that go through the kernel together.
     pub gate_tiles: usize,

@@ -1,0 +1,244 @@
+//! `down` of few tokens: whose columns of the output are whose.
+//!
+//! A worker adds up experts in its own columns, in order of id. Who has none left takes experts off the end of another
+//! worker's and leaves the products to it, so that each element is summed by one worker, in the same order as ever.
+//! What is taken is small at the end as at the beginning: some tiles of one expert, where a run of claimed tiles has
+//! those of all experts.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+use std::sync::atomic::{
+    AtomicU32, AtomicU64,
+    Ordering::{AcqRel, Acquire, Relaxed, Release},
+};
+
+use moebius_cache::pack::TILE_ROWS;
+
+use crate::Result;
+use crate::machine::heap::Heap;
+use crate::machine::workers::{GROUP, Line, Shared};
+
+/// Pairs of a token and an expert up to which products are left to others: they take room.
+const MOST_PAIRS: usize = 256;
+
+/// Tiles of columns that are taken together at most.
+const MOST_TILES: usize = 8;
+
+/// What the workers of one layer after the other take.
+pub(super) struct Columns {
+    hidden: usize,
+    step: u32, // of the layer, among all
+    slots: Vec<Line<AtomicU64>>,
+    left: Vec<AtomicU32>, // [slots, experts]: the step of which a helper has left products
+    products: Vec<f32>,   // [MOST_PAIRS, hidden]
+}
+
+/// The same, as all workers of a layer see it.
+pub(super) struct Shares<'a> {
+    hidden: usize,
+    experts: usize, // of the layer
+    step: u32,
+    slots: &'a [Line<AtomicU64>], // columns that are taken together: those of worker 0, then of worker 1, ..
+    left: &'a [AtomicU32],        // [slots, experts]
+    products: Shared<'a, f32>,
+}
+
+impl Columns {
+    /// For a team of `threads`, layers of so many experts and `hidden` columns. Errors: `Error::Resources`.
+    pub(super) fn new(heap: &Heap, threads: usize, experts: usize, hidden: usize, pairs: usize) -> Result<Self> {
+        let slots = slots_of(hidden, 1) + threads;
+        heap.count::<Line<AtomicU64>>(&[slots]);
+        heap.count::<AtomicU32>(&[slots, experts]);
+        let slots = if heap.is_plan() { 0 } else { slots };
+        Ok(Self {
+            hidden,
+            step: 0,
+            slots: (0..slots).map(|_| Line::default()).collect(),
+            left: (0..slots * experts).map(|_| AtomicU32::new(0)).collect(),
+            products: heap.zeros(&[pairs.min(MOST_PAIRS), hidden])?,
+        })
+    }
+
+    /// Begins a layer of so many experts and pairs; `None`: there are too many pairs.
+    pub(super) fn begin(&mut self, experts: usize, pairs: usize) -> Option<Shares<'_>> {
+        self.step = self.step.wrapping_add(1);
+        (pairs * self.hidden <= self.products.len()).then(|| Shares {
+            hidden: self.hidden,
+            experts,
+            step: self.step,
+            slots: &self.slots,
+            left: &self.left,
+            products: Shared::new(&mut self.products),
+        })
+    }
+}
+
+/// Slots of each worker.
+fn slots_of(hidden: usize, workers: usize) -> usize {
+    hidden.div_ceil(TILE_ROWS).div_ceil(workers).div_ceil(MOST_TILES)
+}
+
+/// Tiles of a slot of a worker.
+pub(super) fn tiles_of(hidden: usize, workers: usize, slot: usize) -> Range<usize> {
+    let (tiles, slots) = (hidden.div_ceil(TILE_ROWS), workers * slots_of(hidden, workers));
+    tiles * slot / slots..tiles * (slot + 1) / slots
+}
+
+/// Slots of a worker.
+pub(super) fn own_slots(hidden: usize, workers: usize, worker: usize) -> Range<usize> {
+    let each = slots_of(hidden, workers);
+    worker * each..(worker + 1) * each
+}
+
+/// Experts of a slot that nobody has taken yet, as a slot's word has them below the step.
+fn untaken(word: u64) -> Range<usize> {
+    (word >> 16 & 0xffff) as usize..(word & 0xffff) as usize
+}
+
+impl Shares<'_> {
+    /// Slots of other workers, in the order in which one helps: first its own group's.
+    pub(super) fn others(&self, workers: usize, worker: usize) -> impl Iterator<Item = usize> {
+        let first = worker / GROUP * GROUP;
+        let group = first..workers.min(first + GROUP);
+        let of_group = group.len();
+        let in_group = (1..of_group).map(move |i| first + (worker - first + i) % of_group);
+        let beyond = (0..workers - of_group).map(move |i| (first + of_group + i) % workers);
+        in_group.chain(beyond).flat_map(move |other| own_slots(self.hidden, workers, other).rev())
+    }
+
+    /// What `take` leaves of the experts that nobody has taken of a slot; `false`: there are none.
+    fn take(&self, slot: usize, take: impl Fn(Range<usize>) -> Range<usize>) -> Option<Range<usize>> {
+        let all = |word: u64| match (word >> 32) as u32 == self.step {
+            true => untaken(word),
+            false => 0..self.experts,
+        };
+        let taken = self.slots[slot].0.fetch_update(AcqRel, Acquire, |word| {
+            let some = all(word);
+            let rest = take(some.clone());
+            (!some.is_empty()).then_some(u64::from(self.step) << 32 | (rest.start as u64) << 16 | rest.end as u64)
+        });
+        taken.ok().map(all)
+    }
+
+    /// The next expert for the one whose slot it is.
+    pub(super) fn take_first(&self, slot: usize) -> Option<usize> {
+        Some(self.take(slot, |all| all.start + 1..all.end)?.start)
+    }
+
+    /// An expert for a helper, who [leaves](Shares::leave) its products.
+    pub(super) fn take_last(&self, slot: usize) -> Option<usize> {
+        Some(self.take(slot, |all| all.start..all.end.wrapping_sub(1))?.end - 1)
+    }
+
+    /// Room for the products of a pair, a helper's, in the columns of some tiles.
+    ///
+    /// # Safety
+    /// One thread alone may use those columns of the pair, until it leaves them.
+    #[allow(clippy::mut_from_ref)]
+    pub(super) unsafe fn room(&self, pair: usize, rows: Range<usize>) -> &mut [f32] {
+        // SAFETY: by the caller's promise.
+        unsafe { self.products.slice_mut(pair * self.hidden + rows.start..pair * self.hidden + rows.end) }
+    }
+
+    /// The products of an expert are there.
+    pub(super) fn leave(&self, slot: usize, expert: usize) {
+        self.left[slot * self.experts + expert].store(self.step, Release);
+    }
+
+    /// Experts of a slot whose products helpers leave, when all are taken.
+    pub(super) fn of_helpers(&self, slot: usize) -> Range<usize> {
+        untaken(self.slots[slot].0.load(Relaxed)).end..self.experts
+    }
+
+    /// Whether the products of an expert are there, and visible.
+    pub(super) fn has_left(&self, slot: usize, expert: usize) -> bool {
+        self.left[slot * self.experts + expert].load(Acquire) == self.step
+    }
+
+    /// Products that a helper has left.
+    ///
+    /// # Safety
+    /// They must be [there](Shares::has_left).
+    pub(super) unsafe fn products(&self, pair: usize, rows: Range<usize>) -> &[f32] {
+        // SAFETY: whoever wrote them has left them.
+        unsafe { self.products.slice(pair * self.hidden + rows.start..pair * self.hidden + rows.end) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_cover_all_tiles_once_and_are_small() {
+        for hidden in [16_usize, 72, 768, 2048, 2880, 7168] {
+            let tiles = hidden.div_ceil(TILE_ROWS);
+            let room = Columns::new(&Heap::default(), 200, 4, hidden, 1).unwrap().slots.len();
+            for workers in [1, 2, 3, 24, 32, 64, 200] {
+                let slots: Vec<usize> = (0..workers).flat_map(|worker| own_slots(hidden, workers, worker)).collect();
+                assert!(slots.iter().copied().eq(0..slots.len()) && slots.len() <= room, "{hidden}, {workers}");
+                let all: Vec<_> = slots.iter().map(|&slot| tiles_of(hidden, workers, slot)).collect();
+                assert!(all.iter().all(|tiles| tiles.len() <= MOST_TILES));
+                assert!(all.into_iter().flatten().eq(0..tiles), "{hidden}, {workers}");
+            }
+        }
+    }
+
+    #[test]
+    fn others_are_all_but_ones_own() {
+        let mut columns = Columns::new(&Heap::default(), 40, 4, 2048, 8).unwrap();
+        let shares = columns.begin(4, 8).unwrap();
+        for workers in [1, 2, 8, 9, 19, 32, 40] {
+            for worker in 0..workers {
+                let mut slots: Vec<usize> = shares.others(workers, worker).collect();
+                let group = slots.iter().take_while(|&&slot| slot / slots_of(2048, workers) / GROUP == worker / GROUP);
+                let beside = workers.min(worker / GROUP * GROUP + GROUP) - worker / GROUP * GROUP - 1;
+                assert_eq!(group.count(), beside * slots_of(2048, workers), "its group's come first");
+                slots.extend(own_slots(2048, workers, worker));
+                slots.sort_unstable();
+                assert!(slots.into_iter().eq(0..workers * slots_of(2048, workers)), "{worker} of {workers}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_expert_is_taken_once_and_what_helpers_leave_is_the_end() {
+        const EXPERTS: usize = 37;
+        const SLOTS: usize = 4;
+        let mut columns = Columns::new(&Heap::default(), SLOTS, EXPERTS, 64, 8).unwrap();
+        assert!(columns.begin(EXPERTS, MOST_PAIRS + 1).is_none());
+        for step in 0..200 {
+            // Layers have more experts and less.
+            let experts = EXPERTS - step % 3;
+            let shares = &columns.begin(experts, 8).unwrap();
+            let taken = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..3)
+                    .map(|thread| {
+                        scope.spawn(move || {
+                            let mut taken = [const { Vec::new() }; SLOTS];
+                            for (slot, taken) in taken.iter_mut().enumerate() {
+                                let take = || match thread {
+                                    0 => shares.take_first(slot),
+                                    _ => shares.take_last(slot).inspect(|&expert| shares.leave(slot, expert)),
+                                };
+                                taken.extend(std::iter::from_fn(take));
+                            }
+                            taken
+                        })
+                    })
+                    .collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+            });
+            for slot in 0..SLOTS {
+                let of_helpers = shares.of_helpers(slot);
+                assert!(taken[0][slot].iter().copied().eq(0..of_helpers.start), "the owner's, in order");
+                let mut others = [&taken[1][slot][..], &taken[2][slot]].concat();
+                others.sort_unstable();
+                assert!(others.into_iter().eq(of_helpers.clone()));
+                assert!(of_helpers.into_iter().all(|expert| shares.has_left(slot, expert)));
+            }
+            let next = columns.begin(experts, 8).unwrap();
+            assert!((0..SLOTS).all(|slot| (0..experts).all(|expert| !next.has_left(slot, expert))));
+        }
+    }
+}
