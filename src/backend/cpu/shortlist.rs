@@ -24,17 +24,15 @@ impl Cpu {
         let parts = Parts::of(cols);
         self.reserve(|scratch, heap| scratch.values.reserve(heap, &[parts.width.max(parts.count)]))?;
         let of_parts = || self.heap.zeros(&[max_rows, parts.count]);
-        let list = |_| {
-            let mut list = self.heap.zeros(&[4 * KEPT])?;
-            list.clear();
-            Ok(Mutex::new(list))
-        };
+        self.heap.count::<Mutex<Vec<(u32, f32)>>>(&[max_rows]);
+        self.heap.count::<(u32, f32)>(&[max_rows, 4 * KEPT]);
+        let lists = if self.heap.is_plan() { 0 } else { max_rows };
         Ok(Shortlister {
             parts,
             largest: of_parts()?,
             sums: of_parts()?,
             bounds: self.heap.zeros(&[max_rows])?,
-            found: (0..max_rows).map(list).collect::<Result<_>>()?,
+            found: (0..lists).map(|_| Mutex::new(Vec::with_capacity(4 * KEPT))).collect(),
         })
     }
 

@@ -44,7 +44,8 @@ pub(super) struct Shares<'a> {
 }
 
 impl Columns {
-    /// For a team of `threads`, layers of so many experts and `hidden` columns. Errors: `Error::Resources`.
+    /// For a team of `threads`, layers of so many experts and `hidden` columns, and up to `pairs` pairs. Errors:
+    /// `Error::Resources`.
     pub(super) fn new(heap: &Heap, threads: usize, experts: usize, hidden: usize, pairs: usize) -> Result<Self> {
         let slots = slots_of(hidden, 1) + threads;
         heap.count::<Line<AtomicU64>>(&[slots]);
@@ -62,6 +63,12 @@ impl Columns {
     /// Begins a layer of so many experts and pairs; `None`: there are too many pairs.
     pub(super) fn begin(&mut self, experts: usize, pairs: usize) -> Option<Shares<'_>> {
         self.step = self.step.wrapping_add(1);
+        if self.step == 0 {
+            // What was written 2^32 layers ago, or never, would be of this one.
+            self.slots.iter_mut().for_each(|slot| *slot.0.get_mut() = 0);
+            self.left.iter_mut().for_each(|left| *left.get_mut() = 0);
+            self.step = 1;
+        }
         (pairs * self.hidden <= self.products.len()).then(|| Shares {
             hidden: self.hidden,
             experts,
@@ -106,7 +113,8 @@ impl Shares<'_> {
         in_group.chain(beyond).flat_map(move |other| own_slots(self.hidden, workers, other).rev())
     }
 
-    /// What `take` leaves of the experts that nobody has taken of a slot; `false`: there are none.
+    /// Takes of a slot's experts: `take` says what it leaves of those that nobody has taken, which are returned; `None`:
+    /// there are none.
     fn take(&self, slot: usize, take: impl Fn(Range<usize>) -> Range<usize>) -> Option<Range<usize>> {
         let all = |word: u64| match (word >> 32) as u32 == self.step {
             true => untaken(word),
@@ -127,6 +135,7 @@ impl Shares<'_> {
 
     /// An expert for a helper, who [leaves](Shares::leave) its products.
     pub(super) fn take_last(&self, slot: usize) -> Option<usize> {
+        // Also asked where nothing is left.
         Some(self.take(slot, |all| all.start..all.end.wrapping_sub(1))?.end - 1)
     }
 
@@ -145,8 +154,9 @@ impl Shares<'_> {
         self.left[slot * self.experts + expert].store(self.step, Release);
     }
 
-    /// Experts of a slot whose products helpers leave, when all are taken.
+    /// Experts of a slot whose products helpers leave, for its owner, who has seen that all are taken.
     pub(super) fn of_helpers(&self, slot: usize) -> Range<usize> {
+        // The word does not change again in this step.
         untaken(self.slots[slot].0.load(Relaxed)).end..self.experts
     }
 
@@ -158,7 +168,7 @@ impl Shares<'_> {
     /// Products that a helper has left.
     ///
     /// # Safety
-    /// They must be [there](Shares::has_left).
+    /// They must be [there](Shares::has_left): of an expert's pair, in the columns of the slot.
     pub(super) unsafe fn products(&self, pair: usize, rows: Range<usize>) -> &[f32] {
         // SAFETY: whoever wrote them has left them.
         unsafe { self.products.slice(pair * self.hidden + rows.start..pair * self.hidden + rows.end) }
@@ -240,5 +250,18 @@ mod tests {
             let next = columns.begin(experts, 8).unwrap();
             assert!((0..SLOTS).all(|slot| (0..experts).all(|expert| !next.has_left(slot, expert))));
         }
+    }
+
+    #[test]
+    fn steps_begin_anew_after_the_last() {
+        let mut columns = Columns::new(&Heap::default(), 2, 3, 64, 8).unwrap();
+        columns.step = u32::MAX - 1;
+        for _ in 0..3 {
+            let shares = columns.begin(3, 8).unwrap();
+            assert!(!shares.has_left(1, 2));
+            assert_eq!((shares.take_first(1), shares.take_last(1)), (Some(0), Some(2)));
+            shares.leave(1, 2);
+        }
+        assert_eq!(columns.step, 2);
     }
 }

@@ -129,36 +129,42 @@ impl<'a> Dispatch<'a> {
     /// The columns of the output that are the worker's own, then those of others.
     fn down_by_columns(&self, shares: &Shares<'_>, worker: &Worker<'_>, results: &mut [f32]) {
         let (hidden, workers) = (self.layout.down.n, worker.count);
+        let has_tiles = |slot: &usize| !tiles_of(hidden, workers, *slot).is_empty();
         let own = own_slots(hidden, workers, worker.index);
         let pieces = self.work.own_down_pieces(workers, worker.index);
         let mut idle = Idle { pieces, at: &[], left: self.work.tuning.idle_bytes };
         let mut is_whole = |number: usize| {
             worker.wait_doing(|| self.progress.is_whole(&self.work.active[number]), || idle.step());
         };
-        // What is read after an expert is not known, and almost always the same tiles of the next one.
-        let pieces_of = |slot: usize, number: usize, next: usize| {
-            let tiles = tiles_of(hidden, workers, slot);
-            let after = (next < self.work.active.len()).then(|| self.work.down_pieces(next, tiles.clone()));
-            let mut pieces = self.work.down_pieces(number, tiles).chain(after.into_iter().flatten().take(1)).peekable();
-            let number = self.work.active[number].number;
+        let pieces_of = |slot, number| self.work.down_pieces(number, tiles_of(hidden, workers, slot));
+        // Each piece of an expert, and the bytes that are probably read after it.
+        let with_next = |slot, number, after: Option<(usize, usize)>| {
+            let after = after.and_then(|(slot, number)| pieces_of(slot, number).next()).map(|piece| piece.bytes);
+            let mut pieces = pieces_of(slot, number).peekable();
             std::iter::from_fn(move || {
-                let piece = pieces.next().filter(|piece| piece.active.number == number)?;
-                let next = pieces.peek().map_or(&[][..], |next| next.bytes);
-                Some((piece, next))
+                let piece = pieces.next()?;
+                Some((piece, pieces.peek().map(|next| next.bytes).or(after).unwrap_or_default()))
             })
         };
-        for slot in own.clone() {
+        #[cfg(test)]
+        super::tests::come_late(worker.index);
+        for slot in own.clone().filter(has_tiles) {
             while let Some(number) = shares.take_first(slot) {
                 is_whole(number);
-                for (piece, next) in pieces_of(slot, number, number + 1) {
+                let after = match number + 1 < self.work.active.len() {
+                    true => Some((slot, number + 1)),
+                    false => (slot + 1 < own.end).then_some((slot + 1, 0)),
+                };
+                for (piece, next) in with_next(slot, number, after) {
                     self.down(&piece, next, results);
                 }
             }
         }
-        for slot in shares.others(workers, worker.index) {
+        for slot in shares.others(workers, worker.index).filter(has_tiles) {
             while let Some(number) = shares.take_last(slot) {
                 is_whole(number);
-                for (piece, next) in pieces_of(slot, number, number.wrapping_sub(1)) {
+                let after = number.checked_sub(1).map(|number| (slot, number));
+                for (piece, next) in with_next(slot, number, after) {
                     self.down_products(&piece, next, results, |pair, rows, y| {
                         // SAFETY: the expert was taken of the slot by this worker alone.
                         unsafe { shares.room(pair, rows) }.copy_from_slice(y);
@@ -167,14 +173,14 @@ impl<'a> Dispatch<'a> {
                 shares.leave(slot, number);
             }
         }
-        for slot in own {
+        for slot in own.filter(has_tiles) {
             let tiles = tiles_of(hidden, workers, slot);
             let rows = tiles.start * TILE_ROWS..hidden.min(tiles.end * TILE_ROWS);
             for number in shares.of_helpers(slot) {
                 worker.wait_doing(|| shares.has_left(slot, number), || false);
                 let (from, to) = self.work.active[number].pairs;
                 for pair in from..to {
-                    // SAFETY: they are there.
+                    // SAFETY: they are there, as was waited for: the expert's pairs, the slot's rows.
                     self.add(pair, rows.clone(), unsafe { shares.products(pair, rows.clone()) });
                 }
             }

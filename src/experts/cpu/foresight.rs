@@ -17,7 +17,7 @@ const STEP_BYTES: usize = 512;
 /// What is foreseen of the next layer, and what that was worth so far.
 ///
 /// A line in another core's cache is hardly nearer than one in memory. So what a worker brings is what it will read
-/// first: its own run of `gate` and `up`, then that of `down`. Where a run is depends on the order of the experts, so
+/// first: its own run of `gate` and `up`, then of `down`, or of its columns there. Where a run is depends on the order of the experts, so
 /// those that were foreseen keep their places.
 pub(super) struct Foresight {
     layer: usize,
@@ -156,8 +156,10 @@ impl CpuExperts {
         self.team.run(&|worker| {
             let own = worker.node % work.memory.nodes();
             let own_run = |phase| Pieces::new(&work, phase, own).of_own_run(worker);
+            // As much of its columns as a run would have.
+            let columns = || work.own_down_pieces(worker.count, worker.index);
             let (by_columns, claimed) = match work.memory.nodes() {
-                1 => (Some(work.own_down_pieces(worker.count, worker.index)), None),
+                1 => (Some(columns().take(columns().count().div_ceil(2))), None),
                 _ => (None, Some(own_run(1))),
             };
             let down = by_columns.into_iter().flatten().chain(claimed.into_iter().flatten());

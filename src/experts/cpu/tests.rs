@@ -1,5 +1,8 @@
 //! The executor against plain f32 arithmetic on the dequantized weights, and against itself: batches, threads, kernels.
 
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
 use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::format::{Contents, ExpertCache};
@@ -110,6 +113,15 @@ fn inputs(tokens: usize, hidden: usize) -> (Vec<f32>, Routing) {
     ids[2] = EXPERTS as i32;
     let weights = ids.iter().map(|_| 0.5 + 0.4 * random.uniform()).collect();
     (x, Routing { top_k: TOP_K, ids, weights })
+}
+
+/// Whether worker 0 comes late to its columns of `down`, so that others help it.
+static IS_LATE: AtomicBool = AtomicBool::new(false);
+
+pub(super) fn come_late(worker: usize) {
+    if worker == 0 && IS_LATE.load(Relaxed) {
+        std::thread::sleep(Duration::from_millis(3));
+    }
 }
 
 fn executor(store: Arc<ExpertCache>, threads: usize, simd: Simd) -> CpuExperts {
@@ -407,5 +419,28 @@ fn each_row_is_given_once_alone_and_by_the_team() {
         let mut values = vec![0; rows * cols];
         experts.each_row(&mut values, cols, |t, row| row.iter_mut().for_each(|value| *value += t + 1));
         assert!(values.iter().enumerate().all(|(i, &value)| value == i / cols + 1), "{rows} rows");
+    }
+}
+
+#[test]
+fn who_is_late_is_helped_and_gets_the_same_bits() {
+    let precision = Precision::Bf16;
+    let (hidden, intermediate) = dims(precision);
+    let store = store(hidden, intermediate, precision);
+    // Pairs of the last two: less and more than are added up by columns.
+    for tokens in [1, 5, 85, 87] {
+        let (x, routing) = inputs(tokens.max(2), hidden);
+        let run = |threads: usize| {
+            let mut executor = executor(store.clone(), threads, Simd::Scalar);
+            let mut out = vec![0.25; x.len()];
+            executor.submit_rows(1, &x, &routing).unwrap();
+            executor.finish_rows(&mut out).unwrap();
+            out
+        };
+        let alone = run(1);
+        IS_LATE.store(true, Relaxed);
+        let together = [2, 3, 9].map(run);
+        IS_LATE.store(false, Relaxed);
+        assert!(together.iter().all(|out| *out == alone), "{tokens} tokens");
     }
 }
