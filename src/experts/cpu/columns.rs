@@ -113,7 +113,7 @@ impl Shares<'_> {
         in_group.chain(beyond).flat_map(move |other| own_slots(self.hidden, workers, other).rev())
     }
 
-    /// Takes of a slot's experts: `take` says what it leaves of those that nobody has taken, which are returned; `None`:
+    /// Takes of a slot's experts: `take` says what it leaves of those that nobody has taken. Returns these; `None`:
     /// there are none.
     fn take(&self, slot: usize, take: impl Fn(Range<usize>) -> Range<usize>) -> Option<Range<usize>> {
         let all = |word: u64| match (word >> 32) as u32 == self.step {

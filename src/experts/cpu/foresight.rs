@@ -17,8 +17,8 @@ const STEP_BYTES: usize = 512;
 /// What is foreseen of the next layer, and what that was worth so far.
 ///
 /// A line in another core's cache is hardly nearer than one in memory. So what a worker brings is what it will read
-/// first: its own run of `gate` and `up`, then of `down`, or of its columns there. Where a run is depends on the order of the experts, so
-/// those that were foreseen keep their places.
+/// first: its own run of `gate` and `up`, then of `down`, or of its columns there. Where a run is depends on the order
+/// of the experts, so those that were foreseen keep their places.
 pub(super) struct Foresight {
     layer: usize,
     places: Vec<Active>, // its experts in the order of `gate`; empty: nothing is foreseen
