@@ -121,9 +121,7 @@ impl Cpu {
             mine.zip(out.chunks_exact_mut(cols)).for_each(|(t, row)| work(t, row, &mut scratch));
         });
     }
-}
 
-impl Cpu {
     /// `work` on all numbers, in parts of all workers if there are many.
     #[track_caller]
     fn each_number(&self, x: &mut Tensor, work: impl Fn(&mut [f32]) + Sync) {

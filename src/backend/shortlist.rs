@@ -105,17 +105,22 @@ impl Parts {
 impl Shortlist {
     /// Of a row of which `best` has what was found, in any order, and `largest` and `sums` what was weighed.
     pub fn conclude(&mut self, largest: &[f32], sums: &[f32], inverse_temperature: f32) {
-        let Self { best, total } = self;
+        let best = &mut self.best;
         let best_first = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         if best.len() > KEPT {
             best.select_nth_unstable_by(KEPT - 1, best_first);
             best.truncate(KEPT);
         }
         best.sort_unstable_by(best_first);
-        let max = f64::from(best.first().map_or(f32::NEG_INFINITY, |best| best.1));
+        let parts = largest.iter().copied().zip(sums.iter().copied());
+        self.add_up(parts.filter(|(m, _)| m.is_finite()), inverse_temperature);
+    }
+
+    /// Sets the total, where `best` is in order: of each part of the row its largest number, and the sum beside it.
+    pub fn add_up(&mut self, parts: impl Iterator<Item = (f32, f32)>, inverse_temperature: f32) {
+        let max = f64::from(self.best.first().map_or(f32::NEG_INFINITY, |best| best.1));
         let weight = |m: f32| ((f64::from(m) - max) * f64::from(inverse_temperature)).exp();
-        let parts = largest.iter().zip(sums).filter(|(m, _)| m.is_finite());
-        *total = parts.map(|(&m, &sum)| f64::from(sum) * weight(m)).sum();
+        self.total = parts.map(|(m, sum)| f64::from(sum) * weight(m)).sum();
     }
 }
 

@@ -388,17 +388,21 @@ impl Engine {
                 true
             })
         };
+        let mut listed = false;
         inverse_temperatures.clear();
-        inverse_temperatures
-            .extend(sampled.iter().map_while(|&index| scheduler.sequence(index).state.sampler.shortlists_at()));
-        let listed = inverse_temperatures.len() == rows.len();
+        inverse_temperatures.extend(sampled.iter().map(|&index| {
+            let at = scheduler.sequence(index).state.sampler.shortlists_at();
+            listed |= at.is_some();
+            at.unwrap_or(1.0) // nobody looks at that list
+        }));
         if listed {
             model.shortlists(rows, inverse_temperatures, lists)?;
         }
         undecided.clear();
         for (i, &index) in sampled.iter().enumerate() {
-            let decided = listed
-                && one(scheduler.sequence(index), &mut |sequence| {
+            let sequence = scheduler.sequence(index);
+            let decided = sequence.state.sampler.shortlists_at().is_some()
+                && one(sequence, &mut |sequence| {
                     let token = sequence.state.sampler.sample_shortlist(&lists[i], &sequence.tokens)?;
                     token.map_or(Ok(false), |token| emit(sequence, token, None, ends, read, metrics).map(|()| true))
                 });

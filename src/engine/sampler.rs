@@ -215,8 +215,10 @@ impl Sampler {
             return Ok(best as u32);
         }
         let uniform = self.uniform(tokens);
-        let list = self.shortlister.list(logits, 1.0 / self.params.temperature);
-        let listed = draw_listed(&self.params, list, uniform);
+        let listed = match self.shortlists_at() {
+            Some(_) => None, // the device's list has not reached far enough
+            None => draw_listed(&self.params, self.shortlister.list(logits, 1.0 / self.params.temperature), uniform),
+        };
         Ok(listed.unwrap_or_else(|| self.choose_of_all(logits, best, uniform)))
     }
 
@@ -532,18 +534,14 @@ mod tests {
         assert_eq!(logprobs.unwrap().top.len(), 4);
     }
 
-    /// Allows one token.
+    /// Allows some tokens.
     #[derive(Debug)]
-    struct Only(Option<u32>);
+    struct Allows(fn(usize) -> bool);
 
-    impl Constraint for Only {
+    impl Constraint for Allows {
         fn mask(&mut self, logits: &mut [f32]) -> Result<()> {
-            let only = self.0;
-            logits
-                .iter_mut()
-                .enumerate()
-                .filter(|(i, _)| Some(*i as u32) != only)
-                .for_each(|(_, l)| *l = f32::NEG_INFINITY);
+            let others = logits.iter_mut().enumerate().filter(|(i, _)| !self.0(*i));
+            others.for_each(|(_, l)| *l = f32::NEG_INFINITY);
             Ok(())
         }
 
@@ -564,37 +562,14 @@ mod tests {
     fn a_constraint_has_the_last_word() {
         for temperature in [0.0, 1.0] {
             let params = SamplingParams { temperature, logit_bias: vec![(0, 50.0)], ..Default::default() };
-            let mut s = Sampler::new(params, Some(Box::new(Only(Some(2)))), None);
+            let mut s = Sampler::new(params, Some(Box::new(Allows(|token| token == 2))), None);
             assert_eq!(s.sample(&mut [9.0, 1.0, -5.0], &[], 0).unwrap().0, 2);
             assert!(s.shortlists_at().is_none() && s.accept(2).unwrap());
         }
-        let error = Sampler::new(SamplingParams::default(), Some(Box::new(Only(None))), None)
+        let error = Sampler::new(SamplingParams::default(), Some(Box::new(Allows(|_| false))), None)
             .sample(&mut [1.0], &[], 0)
             .unwrap_err();
         assert!(error.to_string().contains("grammar"), "{error}");
-    }
-
-    /// Allows each token whose id is a multiple.
-    #[derive(Clone, Debug)]
-    struct MultiplesOf(usize);
-
-    impl Constraint for MultiplesOf {
-        fn mask(&mut self, logits: &mut [f32]) -> Result<()> {
-            logits.iter_mut().enumerate().filter(|(i, _)| i % self.0 != 0).for_each(|(_, l)| *l = f32::NEG_INFINITY);
-            Ok(())
-        }
-
-        fn accept(&mut self, _: u32) -> Result<()> {
-            Ok(())
-        }
-
-        fn is_complete(&mut self) -> bool {
-            false
-        }
-
-        fn fork(&self) -> Box<dyn Constraint> {
-            Box::new(self.clone())
-        }
     }
 
     /// Rows of all kinds, small and large.
@@ -655,13 +630,15 @@ mod tests {
             for row in rows(&mut random) {
                 let tokens: Vec<u32> = (0..round).map(|_| (random.uniform() * row.len() as f64) as u32).collect();
                 for (case, params) in cases.iter().enumerate() {
-                    for (penalizes, multiples) in [(false, None), (true, None), (true, Some(3)), (false, Some(700))] {
+                    let third: fn(usize) -> bool = |token| token.is_multiple_of(3);
+                    let few: fn(usize) -> bool = |token| token.is_multiple_of(700);
+                    for (penalizes, allows) in [(false, None), (true, None), (true, Some(third)), (false, Some(few))] {
                         let mut params = params.clone();
                         if penalizes {
                             (params.presence_penalty, params.repetition_penalty) = (0.5, 1.1);
                             params.logit_bias = vec![(0, 1.5)];
                         }
-                        let constraint = multiples.map(|n| Box::new(MultiplesOf(n)) as Box<dyn Constraint>);
+                        let constraint = allows.map(|allows| Box::new(Allows(allows)) as Box<dyn Constraint>);
                         let mut s = Sampler::new(SamplingParams { seed: Some(7), ..params }, constraint, None);
                         let got = s.sample(&mut row.clone(), &tokens, tokens.len() / 2);
                         if !row[largest(&row)].is_finite() {
@@ -687,7 +664,7 @@ mod tests {
                             true => s.choose_of_all(&logits, best, uniform),
                             false => best as u32,
                         };
-                        assert_eq!(got.unwrap().0, want, "{:?}, {multiples:?}, {} logits", s.params, row.len());
+                        assert_eq!(got.unwrap().0, want, "{:?}, {:?}, {} logits", s.params, s.constraint, row.len());
                         let list = s.shortlister.list(&logits, 1.0 / s.params.temperature.max(0.1));
                         listed[case] += usize::from(draw_listed(&s.params, list, uniform).is_some());
                     }

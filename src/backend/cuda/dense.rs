@@ -293,11 +293,8 @@ impl Dense for CudaBackend {
             let best = s.host_ids[at.clone()].iter().zip(&s.host_best[at]);
             list.best.clear();
             list.best.extend(best.take(logits.cols).map(|(&id, &logit)| (id as u32, logit)));
-            let largest = f64::from(list.best[0].1);
-            let part = |part: &[f32]| {
-                f64::from(part[1]) * ((f64::from(part[0]) - largest) * f64::from(inverse_temperatures[row])).exp()
-            };
-            list.total = s.host_sums[row * blocks * 2..(row + 1) * blocks * 2].chunks(2).map(part).sum();
+            let parts = s.host_sums[row * blocks * 2..(row + 1) * blocks * 2].chunks(2);
+            list.add_up(parts.map(|part| (part[0], part[1])), inverse_temperatures[row]);
         }
         Ok(())
     }

@@ -38,8 +38,8 @@ pub(super) struct Shares<'a> {
     hidden: usize,
     experts: usize, // of the layer
     step: u32,
-    slots: &'a [Line<AtomicU64>], // columns that are taken together: those of worker 0, then of worker 1, ..
-    left: &'a [AtomicU32],        // [slots, experts]
+    slots: &'a [Line<AtomicU64>],
+    left: &'a [AtomicU32], // [slots, experts]
     products: Shared<'a, f32>,
 }
 
@@ -47,7 +47,7 @@ impl Columns {
     /// For a team of `threads`, layers of so many experts and `hidden` columns, and up to `pairs` pairs. Errors:
     /// `Error::Resources`.
     pub(super) fn new(heap: &Heap, threads: usize, experts: usize, hidden: usize, pairs: usize) -> Result<Self> {
-        let slots = slots_of(hidden, 1) + threads;
+        let slots = Slots { hidden, workers: 1 }.each() + threads;
         heap.count::<Line<AtomicU64>>(&[slots]);
         heap.count::<AtomicU32>(&[slots, experts]);
         let slots = if heap.is_plan() { 0 } else { slots };
@@ -80,21 +80,38 @@ impl Columns {
     }
 }
 
-/// Slots of each worker.
-fn slots_of(hidden: usize, workers: usize) -> usize {
-    hidden.div_ceil(TILE_ROWS).div_ceil(workers).div_ceil(MOST_TILES)
+/// Columns that are taken together: those of worker 0, then of worker 1, ..
+#[derive(Clone, Copy)]
+pub(super) struct Slots {
+    pub(super) hidden: usize,
+    pub(super) workers: usize,
 }
 
-/// Tiles of a slot of a worker.
-pub(super) fn tiles_of(hidden: usize, workers: usize, slot: usize) -> Range<usize> {
-    let (tiles, slots) = (hidden.div_ceil(TILE_ROWS), workers * slots_of(hidden, workers));
-    tiles * slot / slots..tiles * (slot + 1) / slots
-}
+impl Slots {
+    /// Of each worker.
+    fn each(self) -> usize {
+        self.hidden.div_ceil(TILE_ROWS).div_ceil(self.workers).div_ceil(MOST_TILES)
+    }
 
-/// Slots of a worker.
-pub(super) fn own_slots(hidden: usize, workers: usize, worker: usize) -> Range<usize> {
-    let each = slots_of(hidden, workers);
-    worker * each..(worker + 1) * each
+    /// Those of a worker.
+    pub(super) fn own(self, worker: usize) -> Range<usize> {
+        worker * self.each()..(worker + 1) * self.each()
+    }
+
+    /// Those of others, in the order in which a worker helps: first its own group's.
+    pub(super) fn others(self, worker: usize) -> impl Iterator<Item = usize> {
+        let (workers, first) = (self.workers, worker / GROUP * GROUP);
+        let of_group = workers.min(first + GROUP) - first;
+        let in_group = (1..of_group).map(move |i| first + (worker - first + i) % of_group);
+        let beyond = (0..workers - of_group).map(move |i| (first + of_group + i) % workers);
+        in_group.chain(beyond).flat_map(move |other| self.own(other).rev())
+    }
+
+    /// The tiles of a slot; of some there are none where workers are many.
+    pub(super) fn tiles(self, slot: usize) -> Range<usize> {
+        let (tiles, slots) = (self.hidden.div_ceil(TILE_ROWS), self.workers * self.each());
+        tiles * slot / slots..tiles * (slot + 1) / slots
+    }
 }
 
 /// Experts of a slot that nobody has taken yet, as a slot's word has them below the step.
@@ -103,16 +120,6 @@ fn untaken(word: u64) -> Range<usize> {
 }
 
 impl Shares<'_> {
-    /// Slots of other workers, in the order in which one helps: first its own group's.
-    pub(super) fn others(&self, workers: usize, worker: usize) -> impl Iterator<Item = usize> {
-        let first = worker / GROUP * GROUP;
-        let group = first..workers.min(first + GROUP);
-        let of_group = group.len();
-        let in_group = (1..of_group).map(move |i| first + (worker - first + i) % of_group);
-        let beyond = (0..workers - of_group).map(move |i| (first + of_group + i) % workers);
-        in_group.chain(beyond).flat_map(move |other| own_slots(self.hidden, workers, other).rev())
-    }
-
     /// Takes of a slot's experts: `take` says what it leaves of those that nobody has taken. Returns these; `None`:
     /// there are none.
     fn take(&self, slot: usize, take: impl Fn(Range<usize>) -> Range<usize>) -> Option<Range<usize>> {
@@ -185,9 +192,10 @@ mod tests {
             let tiles = hidden.div_ceil(TILE_ROWS);
             let room = Columns::new(&Heap::default(), 200, 4, hidden, 1).unwrap().slots.len();
             for workers in [1, 2, 3, 24, 32, 64, 200] {
-                let slots: Vec<usize> = (0..workers).flat_map(|worker| own_slots(hidden, workers, worker)).collect();
+                let of_workers = Slots { hidden, workers };
+                let slots: Vec<usize> = (0..workers).flat_map(|worker| of_workers.own(worker)).collect();
                 assert!(slots.iter().copied().eq(0..slots.len()) && slots.len() <= room, "{hidden}, {workers}");
-                let all: Vec<_> = slots.iter().map(|&slot| tiles_of(hidden, workers, slot)).collect();
+                let all: Vec<_> = slots.iter().map(|&slot| of_workers.tiles(slot)).collect();
                 assert!(all.iter().all(|tiles| tiles.len() <= MOST_TILES));
                 assert!(all.into_iter().flatten().eq(0..tiles), "{hidden}, {workers}");
             }
@@ -196,17 +204,17 @@ mod tests {
 
     #[test]
     fn others_are_all_but_ones_own() {
-        let mut columns = Columns::new(&Heap::default(), 40, 4, 2048, 8).unwrap();
-        let shares = columns.begin(4, 8).unwrap();
         for workers in [1, 2, 8, 9, 19, 32, 40] {
+            let of_workers = Slots { hidden: 2048, workers };
+            let each = of_workers.each();
             for worker in 0..workers {
-                let mut slots: Vec<usize> = shares.others(workers, worker).collect();
-                let group = slots.iter().take_while(|&&slot| slot / slots_of(2048, workers) / GROUP == worker / GROUP);
+                let mut slots: Vec<usize> = of_workers.others(worker).collect();
+                let group = slots.iter().take_while(|&&slot| slot / each / GROUP == worker / GROUP);
                 let beside = workers.min(worker / GROUP * GROUP + GROUP) - worker / GROUP * GROUP - 1;
-                assert_eq!(group.count(), beside * slots_of(2048, workers), "its group's come first");
-                slots.extend(own_slots(2048, workers, worker));
+                assert_eq!(group.count(), beside * each, "its group's come first");
+                slots.extend(of_workers.own(worker));
                 slots.sort_unstable();
-                assert!(slots.into_iter().eq(0..workers * slots_of(2048, workers)), "{worker} of {workers}");
+                assert!(slots.into_iter().eq(0..workers * each), "{worker} of {workers}");
             }
         }
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use moebius_cache::pack::{ExpertKind, ExpertLayout, TILE_ROWS};
 
-use super::columns::{Shares, own_slots, tiles_of};
+use super::columns::{Shares, Slots};
 use super::pieces::{Active, Idle, LayerWork, Piece, Pieces};
 use super::progress::Progress;
 use super::tuning::{TOKEN_BLOCK, Tuning};
@@ -128,15 +128,16 @@ impl<'a> Dispatch<'a> {
 
     /// The columns of the output that are the worker's own, then those of others.
     fn down_by_columns(&self, shares: &Shares<'_>, worker: &Worker<'_>, results: &mut [f32]) {
-        let (hidden, workers) = (self.layout.down.n, worker.count);
-        let has_tiles = |slot: &usize| !tiles_of(hidden, workers, *slot).is_empty();
-        let own = own_slots(hidden, workers, worker.index);
-        let pieces = self.work.own_down_pieces(workers, worker.index);
+        let hidden = self.layout.down.n;
+        let slots = Slots { hidden, workers: worker.count };
+        let has_tiles = |slot: &usize| !slots.tiles(*slot).is_empty();
+        let own = slots.own(worker.index);
+        let pieces = self.work.own_down_pieces(worker.count, worker.index);
         let mut idle = Idle { pieces, at: &[], left: self.work.tuning.idle_bytes };
         let mut is_whole = |number: usize| {
             worker.wait_doing(|| self.progress.is_whole(&self.work.active[number]), || idle.step());
         };
-        let pieces_of = |slot, number| self.work.down_pieces(number, tiles_of(hidden, workers, slot));
+        let pieces_of = |slot, number| self.work.down_pieces(number, slots.tiles(slot));
         // Each piece of an expert, and the bytes that are probably read after it.
         let with_next = |slot, number, after: Option<(usize, usize)>| {
             let after = after.and_then(|(slot, number)| pieces_of(slot, number).next()).map(|piece| piece.bytes);
@@ -160,7 +161,7 @@ impl<'a> Dispatch<'a> {
                 }
             }
         }
-        for slot in shares.others(workers, worker.index).filter(has_tiles) {
+        for slot in slots.others(worker.index).filter(has_tiles) {
             while let Some(number) = shares.take_last(slot) {
                 is_whole(number);
                 let after = number.checked_sub(1).map(|number| (slot, number));
@@ -174,7 +175,7 @@ impl<'a> Dispatch<'a> {
             }
         }
         for slot in own.filter(has_tiles) {
-            let tiles = tiles_of(hidden, workers, slot);
+            let tiles = slots.tiles(slot);
             let rows = tiles.start * TILE_ROWS..hidden.min(tiles.end * TILE_ROWS);
             for number in shares.of_helpers(slot) {
                 worker.wait_doing(|| shares.has_left(slot, number), || false);

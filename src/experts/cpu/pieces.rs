@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bytemuck::Zeroable;
 
-use super::columns::{own_slots, tiles_of};
+use super::columns::Slots;
 use super::tuning::Tuning;
 use crate::experts::ExpertMemory;
 use crate::kernel::fetch;
@@ -63,9 +63,9 @@ impl<'a> LayerWork<'a> {
     /// The pieces of `down` that are a worker's own, in the order in which it does them.
     pub(super) fn own_down_pieces(&self, workers: usize, worker: usize) -> impl Iterator<Item = Piece<'a>> {
         let hidden = self.memory.cache().layout(self.layer).down.n;
-        let slots = own_slots(hidden, workers, worker);
-        slots.flat_map(move |slot| {
-            let tiles = tiles_of(hidden, workers, slot);
+        let slots = Slots { hidden, workers };
+        slots.own(worker).flat_map(move |slot| {
+            let tiles = slots.tiles(slot);
             (0..self.active.len()).flat_map(move |number| self.down_pieces(number, tiles.clone()))
         })
     }
